@@ -6,6 +6,7 @@ names the run: equal settings, equal digest, one run on disk.
 """
 
 import difflib
+import functools
 import hashlib
 import importlib
 import json
@@ -446,6 +447,7 @@ def merge(base: dict, over: dict) -> dict:
     return out
 
 
+@functools.cache
 def registry() -> dict[str, Method]:
     """Every method: one file in jetrl_bench/methods/, or an entry point of group jetrl_bench.methods."""
     from jetrl_bench import methods
