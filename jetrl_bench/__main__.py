@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from jetrl_bench import __version__
+from jetrl_bench.errors import WorkerDied
 
 VERBS = {
     "resolve": ("plan", "list every run that a configuration selects, or write its resolved settings"),
@@ -35,10 +36,6 @@ VERBS = {
     "diff": ("diff", "are two records equal where they must be?"),
     "publish": ("publish", "copy complete, clean records to results/reference"),
 }
-
-
-class WorkerDied(RuntimeError):
-    """A worker process ended without an answer; the command ends with exit code 3."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return module.run(args) or 0
     except ValueError as error:
         return _fail(str(error))
+    except WorkerDied as error:
+        return _fail(str(error), 3)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -74,9 +73,9 @@ def _epilog() -> str:
     return "exit codes: 0 ok, 1 a check failed, 2 bad input, 3 dead worker"
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 2) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

@@ -62,9 +62,13 @@ def unlock(folder: Path) -> str:
     if not locked:
         return ""
     if undead:
-        raise ValueError(f"{LOCKS}: locked by {_who(undead[-1])}, still running or on another host; wait for it, or end it")
+        raise ValueError(
+            f"{LOCKS}: locked by {_who(undead[-1])}, still running or on another host; wait for it, or end it"
+        )
     if not held:
-        raise ValueError(f"{LOCKS}: locked by an unknown process; if no snakemake is running here, run snakemake --unlock")
+        raise ValueError(
+            f"{LOCKS}: locked by an unknown process; if no snakemake is running here, run snakemake --unlock"
+        )
     shutil.rmtree(folder / LOCKS)
     return f"cleared the lock of {_who(held[-1])}, which is dead"
 

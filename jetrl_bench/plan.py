@@ -56,6 +56,11 @@ def planned(config: Config) -> list[PlannedRun]:
     return runs
 
 
+def base_text(run: PlannedRun) -> str:
+    """What decides a warm-up checkpoint, one canonical JSON line: what `base` reads."""
+    return record.dumps(run.settings.model_dump(mode="json", include={"base_index", "base", "model"}))
+
+
 def from_snakemake(config: dict, files: list[str]) -> Config:
     """Validate the mapping that Snakemake merged; end with one line on stderr where it is refused."""
     try:
@@ -78,7 +83,9 @@ def found_data(folder: str | None, names: list[str]) -> dict[str, str]:
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """--config FILES and --set KEY=VALUE, as every verb that reads a configuration takes them."""
     parser.add_argument("--config", nargs="+", default=["config/config.yaml"], metavar="FILE", help="later files win")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides, e.g. lr=1e-6 train.seed=1")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides, e.g. lr=1e-6 train.seed=1"
+    )
 
 
 def config_of(args: argparse.Namespace) -> Config:

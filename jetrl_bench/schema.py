@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.check:
         same = args.check.is_file() and args.check.read_text(encoding="utf-8") == text()
-        print(f"{args.check}: {'up to date' if same else 'stale; write it again with: schema --out ' + str(args.check)}")
+        print(
+            f"{args.check}: {'up to date' if same else 'stale; write it again with: schema --out ' + str(args.check)}"
+        )
         return 0 if same else 1
     if args.out:
         write_text(args.out, text())
