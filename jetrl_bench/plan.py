@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ def planned(config: Config) -> list[PlannedRun]:
     for run in runs:
         if names.setdefault(run.digest, run.method) != run.method:
             raise ValueError(
-                f"methods {names[run.digest]!r} and {run.method!r} have equal settings (digest {run.digest}): keep one name"
+                f"methods {names[run.digest]!r} and {run.method!r} are one run, digest {run.digest}: keep one name"
             )
     return runs
 
@@ -61,10 +62,20 @@ def base_text(run: PlannedRun) -> str:
     return record.dumps(run.settings.model_dump(mode="json", include={"base_index", "base", "model"}))
 
 
+def evaluate_text(config: Config) -> str:
+    return record.dumps({"evaluate": config.evaluate.model_dump(mode="json"), "strict": config.strict})
+
+
+def config_text(config: Config) -> str:
+    """The whole configuration, merged and checked, one JSON line: what tables, figures and claims read."""
+    return record.dumps(config)
+
+
 def from_snakemake(config: dict, files: list[str]) -> Config:
     """Validate the mapping that Snakemake merged; end with one line on stderr where it is refused."""
     try:
-        checked = validate(Config, config, ", ".join(map(str, files)) or "config")
+        names = [os.path.relpath(name) if os.path.isabs(name) else str(name) for name in files]
+        checked = validate(Config, config, ", ".join(dict.fromkeys(names)))
         planned(checked)
         return checked
     except ValueError as error:

@@ -1,0 +1,45 @@
+# make run       the default demonstration: train, evaluate, tables, figures, claims (10 minutes on 2 cores)
+# make smoke     the same workflow on a toy of a toy (2 minutes)
+# make test      the tests
+# make figures   tables and figures again, from the records that exist; never trains
+# make publish   copy complete, clean records with their tables and figures to results/reference
+#
+# Every target first makes sure of .venv, which pip alone installs. ARGS reaches snakemake:
+#   make run ARGS="--config lr=1e-4 --cores 4"
+# The CPU build of torch from its own index, on a machine whose pip would pick the CUDA build:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make run
+
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+CONFIG ?=
+ARGS ?=
+SNAKEMAKE = $(BIN)/python -m snakemake --cores all $(if $(CONFIG),--configfile $(CONFIG)) $(ARGS)
+
+.PHONY: run smoke test figures publish install
+.DEFAULT_GOAL := run
+
+run: install
+	@$(BIN)/python -m jetrl_bench unlock
+	$(SNAKEMAKE)
+	@$(BIN)/python -m jetrl_bench data --missing
+
+smoke: CONFIG := config/smoke.yaml
+smoke: run
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+figures: install
+	$(BIN)/python -m jetrl_bench table all
+	$(BIN)/python -m jetrl_bench figure all
+
+publish: install
+	$(BIN)/python -m jetrl_bench publish
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints/cpu.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints/cpu.txt -e '.[dev]'
+	@touch $@

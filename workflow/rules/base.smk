@@ -1,0 +1,30 @@
+# The supervised warm-up: one checkpoint per base index, shared by every method of its seeds.
+rule base_config:
+    output:
+        "results/bases/{base}.json",
+    log:
+        "logs/base_config/{base}.log",
+    localrule: True
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        text=base_text,
+    shell:
+        "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
+
+
+rule base:
+    input:
+        rules.base_config.output,
+    output:
+        "state/base/{base}/base.json",
+    log:
+        "logs/base/{base}.log",
+    priority: 80
+    retries: 2
+    conda:
+        "../envs/cpu.yaml"
+    resources:
+        gpu=GPUS,
+    shell:
+        "jetrl_bench base --settings {input:q} --out state/base/{wildcards.base} > {log:q} 2>&1"

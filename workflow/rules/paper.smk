@@ -1,0 +1,1 @@
+# The paper, from the tables and figures above.
