@@ -1,0 +1,567 @@
+"""A discrete-event simulation of an RL run on a cluster: what the schedules cost at equal hardware.
+
+Generation replicas decode with continuous batching under a KV limit (newest sequence preempted and recomputed, as
+vLLM does), a trainer takes batches, weights travel back. Three schedules, as in weight_sync.py:
+
+  conventional  all GPUs generate G x B sequences, then all train G optimizer steps of B (colocated)
+  concurrent    generation of the next batch overlaps training on the last (one step off); disaggregated
+  inflight      generation never stops, weights are swapped between decode steps; disaggregated
+
+A replica advances from event to event (a sequence ends, the cache fills, weights arrive), never token by token: a
+decode step costs base(batch) + slope x live context, so n steps of an unchanged batch have a closed form. Times come
+from `costs.Costs` (seconds) or `costs.UnitCosts` (the training loop's units). Same seed, same result. *Modelled* time.
+"""
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import simpy
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Response lengths in tokens: log-normal with a cap, the capped mean being `mean`; or a list, taken in order."""
+
+    mean: float = 1000.0
+    cv: float = 0.9
+    cap: int = 4096
+    measured: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not self.measured and not 0 < self.mean < self.cap:
+            raise ValueError(f"lengths.mean {self.mean:g} must lie between 0 and lengths.cap {self.cap}")
+
+    def draw(self, rng: np.random.Generator, count: int, offset: int = 0) -> np.ndarray:
+        """count lengths [count] int64; `measured` continues at `offset` and wraps round."""
+        if self.measured:
+            return np.resize(np.roll(np.asarray(self.measured, dtype=np.int64), -(offset % len(self.measured))), count)
+        if self.cv == 0:
+            return np.full(count, round(self.mean), dtype=np.int64)
+        sigma = math.sqrt(math.log1p(self.cv**2))
+        x = np.exp(self._mu(sigma) + sigma * rng.standard_normal(count))
+        return np.clip(np.ceil(x), 1, self.cap).astype(np.int64)
+
+    def _mu(self, sigma: float) -> float:
+        """Location whose capped mean E[min(x, cap)] is `mean` (closed form of a log-normal, bisected)."""
+
+        def normal_cdf(z: float) -> float:
+            return 0.5 * math.erfc(-z / math.sqrt(2))
+
+        def capped_mean(mu: float) -> float:
+            z = (math.log(self.cap) - mu) / sigma
+            return math.exp(mu + sigma**2 / 2) * normal_cdf(z - sigma) + self.cap * normal_cdf(-z)
+
+        low, high = math.log(self.mean) - 5, math.log(self.cap) + 20
+        for _ in range(80):
+            mid = (low + high) / 2
+            low, high = (mid, high) if capped_mean(mid) < self.mean else (low, mid)
+        return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who generates and trains when. Counts are GPUs and sequences; `max_lag` is in optimizer steps."""
+
+    kind: Literal["conventional", "concurrent", "inflight"]
+    gpus: int
+    samples_per_update: int
+    updates_per_rollout: int = 1
+    generation_gpus: int | None = None
+    slots: int | None = None
+    max_lag: int | None = None
+    updates_per_sync: int = 1
+    logprob_pass: bool = True
+    recompute: Literal["none", "selective", "full"] = "full"
+    train_parallel: int = 1
+    pipeline: int = 1
+    balance: Literal["longest_first", "ideal"] = "longest_first"
+
+    def __post_init__(self):
+        if self.kind == "conventional":
+            if self.generation_gpus not in (None, self.gpus):
+                raise ValueError("schedule.generation_gpus: a conventional run uses all GPUs in both phases")
+        elif self.generation_gpus is None or not 0 < self.generation_gpus < self.gpus:
+            raise ValueError(f"schedule.generation_gpus must lie between 1 and {self.gpus - 1} for {self.kind}")
+        if self.training_gpus % self.train_parallel:
+            raise ValueError(
+                f"schedule.train_parallel {self.train_parallel} does not divide the {self.training_gpus} training GPUs"
+            )
+
+    @property
+    def training_gpus(self) -> int:
+        return self.gpus if self.kind == "conventional" else self.gpus - self.generation_gpus
+
+
+@dataclass
+class Result:
+    """What a simulated run did. Times are in `unit`; lags in optimizer steps; tokens are response tokens."""
+
+    unit: str
+    gpus: int
+    optimizer_steps: int
+    samples_per_update: int
+    total: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    sequences: int = 0
+    preemptions: int = 0
+    generation_busy: float = 0.0
+    generation_gpus: int = 0
+    training_busy: float = 0.0
+    training_gpus: int = 0
+    lags: Counter = field(default_factory=Counter)
+    timeline: list[tuple[str, float, float, str, int]] = field(default_factory=list)
+    at_cap: float = 0.0
+    completed: list[float] = field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        return self.total / self.optimizer_steps
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Response tokens trained per unit of time and GPU."""
+        return self.tokens / self.total / self.gpus
+
+    @property
+    def steady_step(self) -> float:
+        """Mean time of an optimizer step after the first quarter of the run (the start-up bubble left out)."""
+        skip = len(self.completed) // 4
+        return (self.completed[-1] - self.completed[skip]) / (len(self.completed) - 1 - skip)
+
+    def lag(self) -> dict[str, float]:
+        """Mean, 95th percentile and maximum lag of a trained token, in optimizer steps."""
+        values, counts = np.array(sorted(self.lags.items()), dtype=float).T
+        cumulative = np.cumsum(counts) / counts.sum()
+        p95 = values[np.searchsorted(cumulative, 0.95)]
+        return {"mean": float(values @ counts / counts.sum()), "p95": float(p95), "max": float(values[-1])}
+
+
+class _Sequence:
+    __slots__ = ("prompt", "left", "done", "segments", "started", "end_step", "serial")
+
+    def __init__(self, prompt: int, length: int, serial: int):
+        self.prompt, self.left, self.done, self.serial = prompt, length, 0, serial
+        self.segments: list[tuple[int, int]] = []  # (policy version, tokens)
+
+
+class _Replica:
+    """One generation engine: waiting and running sequences, a KV budget, a decode-step counter and version marks."""
+
+    def __init__(self, run: "_Run", index: int):
+        self.run, self.index, self.costs = run, index, run.costs
+        self.waiting: deque[_Sequence] = deque()
+        self.running: list[tuple[int, int, _Sequence]] = []  # heap by the decode step at which a sequence ends
+        self.context = 0  # live KV tokens
+        self.steps = 0
+        self.marks: list[tuple[int, int]] = [(0, 0)]  # (decode step, version from then on)
+        self.pending: list[int] = []  # versions to load before the next decode step
+        self.busy = 0.0
+        self.wake = None
+        self.capacity = run.capacity
+
+    @property
+    def load(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, sequence: _Sequence) -> None:
+        if sequence.prompt + sequence.left > self.capacity:
+            raise ValueError(
+                f"a sequence of {sequence.prompt + sequence.left} tokens exceeds the KV cache of {self.capacity} tokens"
+            )
+        self.waiting.append(sequence)
+        if self.wake is not None and not self.wake.triggered:
+            self.wake.succeed()
+
+    def interrupt(self) -> None:
+        """Weights arrived: cut the current run of decode steps at its next step boundary."""
+        if self.wake is not None and not self.wake.triggered:
+            self.wake.succeed()
+
+    def _admit(self) -> float:
+        """Move waiting sequences into the batch while slots and cache allow; returns the prefill time."""
+        tokens = rows = 0
+        limit = self.run.slots
+        while self.waiting and len(self.running) < limit:
+            sequence = self.waiting[0]
+            need = sequence.prompt + sequence.done
+            if self.running and self.context + need + len(self.running) + 1 > self.capacity:
+                break
+            self.waiting.popleft()
+            self.context += need
+            tokens, rows = tokens + need, rows + 1
+            sequence.started = self.steps
+            sequence.end_step = self.steps + sequence.left
+            heapq.heappush(self.running, (sequence.end_step, sequence.serial, sequence))
+        return self.costs.prefill_s(tokens, tokens / rows) if rows else 0.0
+
+    def _close(self, sequence: _Sequence) -> None:
+        """Record which versions produced the tokens since the sequence was (re)admitted."""
+        start, end = sequence.started, min(self.steps, sequence.end_step)
+        i = bisect_right(self.marks, (start, 1 << 60)) - 1
+        while start < end:
+            stop = self.marks[i + 1][0] if i + 1 < len(self.marks) else end
+            stop = min(stop, end)
+            if stop > start:
+                sequence.segments.append((self.marks[i][1], stop - start))
+            start, i = max(start, stop), i + 1
+        produced = end - sequence.started
+        sequence.done += produced
+        sequence.left -= produced
+
+    def _preempt(self) -> None:
+        """The newest running sequence loses its cache and is recomputed later."""
+        newest = max(self.running, key=lambda item: (item[2].started, item[1]))
+        self.running.remove(newest)
+        heapq.heapify(self.running)
+        sequence = newest[2]
+        self._close(sequence)
+        self.context -= sequence.prompt + sequence.done
+        self.waiting.appendleft(sequence)
+        self.run.result.preemptions += 1
+
+    def process(self):
+        env, run, costs = self.run.env, self.run, self.costs
+        slope = costs.context_s
+        while True:
+            if self.pending:
+                version = self.pending[-1]
+                self.pending.clear()
+                pause = costs.transfer_s(run.schedule.gpus, colocated=False)
+                run.log(f"replica {self.index}", env.now, env.now + pause, "transfer", version)
+                yield env.timeout(pause)
+                self.marks.append((self.steps, version))
+            prefill = self._admit()
+            if not self.running:
+                self.wake = env.event()
+                yield self.wake
+                self.wake = None
+                continue
+            if prefill:
+                self.busy += prefill
+                yield env.timeout(prefill)
+                if self.pending:
+                    continue
+            batch = len(self.running)
+            steps = self.running[0][0] - self.steps
+            room = (self.capacity - self.context) // batch
+            if room < 1:
+                self._preempt()
+                continue
+            steps = min(steps, room)
+            base = costs.decode_step_s(batch, 0.0)
+            first = base + slope * self.context
+            growth = slope * batch
+            duration = steps * first + growth * steps * (steps - 1) / 2
+            started = env.now
+            if run.interruptible:
+                self.wake = env.event()
+                yield self.wake | env.timeout(duration)
+                interrupted = self.wake.triggered and env.now < started + duration
+                self.wake = None
+                if interrupted:  # finish the decode step in flight, no more
+                    steps = min(steps, _steps_within(env.now - started, first, growth))
+                    duration = steps * first + growth * steps * (steps - 1) / 2
+                    yield env.timeout(max(0.0, started + duration - env.now))
+            else:
+                yield env.timeout(duration)
+            self.busy += duration
+            run.log(f"replica {self.index}", started, env.now, "generate", self.marks[-1][1])
+            self.steps += steps
+            self.context += steps * batch
+            while self.running and self.running[0][0] <= self.steps:
+                sequence = heapq.heappop(self.running)[2]
+                self._close(sequence)
+                self.context -= sequence.prompt + sequence.done
+                run.finished(self, sequence)
+
+
+def _steps_within(elapsed: float, first: float, growth: float) -> int:
+    """Smallest n >= 1 whose n decode steps last at least `elapsed`."""
+    if growth <= 0:
+        return max(1, math.ceil(elapsed / first - 1e-9))
+    b = first - growth / 2
+    n = (-b + math.sqrt(b * b + 2 * growth * elapsed)) / growth
+    return max(1, math.ceil(n - 1e-9))
+
+
+class _Run:
+    def __init__(self, costs, lengths: Lengths, schedule: Schedule, prompt: int, steps: int, seed: int, trace: bool):
+        self.costs, self.lengths, self.schedule, self.prompt = costs, lengths, schedule, prompt
+        self.num_updates, self.trace = steps, trace
+        self.rng = np.random.default_rng(np.random.SeedSequence([seed, 0x4A52]))
+        self.env = simpy.Environment()
+        self.capacity = costs.kv_capacity()
+        self.slots = min(schedule.slots or costs.max_num_seqs, costs.max_num_seqs)
+        self.interruptible = schedule.kind == "inflight"
+        generation = schedule.generation_gpus or schedule.gpus
+        if generation % costs.tp:
+            raise ValueError(f"tp {costs.tp} does not divide the {generation} generation GPUs")
+        self.result = Result(costs.unit, schedule.gpus, steps, schedule.samples_per_update)
+        self.result.generation_gpus, self.result.training_gpus = generation, schedule.training_gpus
+        self.replicas = [_Replica(self, i) for i in range(generation // costs.tp)]
+        self.version = 0
+        self.serial = 0
+        self.done: deque[_Sequence] = deque()
+        self.arrival = None
+        self.needed = 0
+        self.lengths_buffer: deque[int] = deque()
+        self.in_flight = 0
+        self.progress = None
+
+    def log(self, resource: str, start: float, end: float, label: str, version: int) -> None:
+        if self.trace:
+            self.result.timeline.append((resource, start, end, label, version))
+
+    def phase(self, name: str, seconds: float) -> None:
+        self.result.phases[name] = self.result.phases.get(name, 0.0) + seconds
+
+    def new_sequence(self) -> _Sequence:
+        if not self.lengths_buffer:
+            self.lengths_buffer.extend(self.lengths.draw(self.rng, 4096, self.serial).tolist())
+        self.serial += 1
+        return _Sequence(self.prompt, self.lengths_buffer.popleft(), self.serial)
+
+    def submit(self, count: int) -> None:
+        """Spread a batch over the replicas in turn (sequences are not moved later)."""
+        for i in range(count):
+            self.replicas[i % len(self.replicas)].add(self.new_sequence())
+
+    def finished(self, replica: _Replica, sequence: _Sequence) -> None:
+        self.done.append(sequence)
+        if self.schedule.kind == "inflight":
+            self.in_flight -= 1
+            self._refill([replica])
+            if self.progress is not None and not self.progress.triggered:
+                self.progress.succeed()
+        if self.arrival is not None and len(self.done) >= self.needed and not self.arrival.triggered:
+            self.arrival.succeed()
+
+    def _refill(self, replicas: list[_Replica]) -> None:
+        """Keep every slot busy, less what already waits for the trainer beyond one batch."""
+        waiting = max(0, len(self.done) - self.schedule.samples_per_update)
+        limit = self.slots * len(self.replicas) - waiting
+        for replica in replicas:
+            while replica.load < self.slots and self.in_flight < limit:
+                replica.add(self.new_sequence())
+                self.in_flight += 1
+
+    def take(self, count: int):
+        """Wait for `count` finished sequences and take the oldest."""
+        if len(self.done) < count:
+            self.needed, self.arrival = count, self.env.event()
+            yield self.arrival
+            self.arrival = None
+        if self.schedule.kind == "inflight":  # oldest first: what waits ages with every optimizer step
+            self.done = deque(sorted(self.done, key=lambda s: s.segments[0][0]))
+        batch = [self.done.popleft() for _ in range(count)]
+        if self.schedule.kind == "inflight":
+            self._refill(self.replicas)
+        return batch
+
+    def busiest(self, batch: list[_Sequence]) -> tuple[float, float]:
+        """Tokens of the busiest training GPU, prompts included, and the mean sequence length seen by attention."""
+        sizes = sorted((s.prompt + s.done for s in batch), reverse=True)
+        total = sum(sizes)
+        ranks = self.schedule.training_gpus // self.schedule.train_parallel
+        mean = sum(size * size for size in sizes) / total  # attention sees the length-weighted mean
+        if self.schedule.balance == "ideal":
+            return total / self.schedule.training_gpus, mean
+        loads = [0.0] * min(ranks, len(sizes))
+        for size in sizes:
+            heapq.heapreplace(loads, loads[0] + size)
+        bubble = 1.0
+        if self.schedule.pipeline > 1:
+            micro = max(1, len(sizes) // ranks)
+            bubble += (self.schedule.pipeline - 1) / micro
+        return max(loads) / self.schedule.train_parallel * bubble, mean
+
+    def logprob(self, batch: list[_Sequence]):
+        """Proximal log-probabilities of a batch, once, when it reaches the trainer; process generator."""
+        if not self.schedule.logprob_pass:
+            return
+        tokens, length = self.busiest(batch)
+        seconds = self.costs.logprob_s(tokens, length, self.schedule.training_gpus)
+        self.phase("logprob", seconds)
+        self.result.training_busy += seconds
+        start = self.env.now
+        yield self.env.timeout(seconds)
+        self.log("trainer", start, self.env.now, "logprob", self.version)
+
+    def train_rollout(self, batch: list[_Sequence]):
+        """The optimizer steps of one rollout batch, shuffled once; process generator."""
+        yield from self.logprob(batch)
+        size, order = self.schedule.samples_per_update, self.rng.permutation(len(batch))
+        for start in range(0, len(batch), size):
+            if self.version == self.num_updates:
+                return
+            yield from self.train([batch[j] for j in order[start : start + size]])
+
+    def train(self, batch: list[_Sequence]):
+        """One optimizer step on `batch`; process generator."""
+        env, schedule = self.env, self.schedule
+        tokens, length = self.busiest(batch)
+        seconds = self.costs.train_step_s(tokens, length, schedule.training_gpus, schedule.recompute)
+        self.phase("train", seconds)
+        self.result.training_busy += seconds
+        start = env.now
+        yield env.timeout(seconds)
+        self.log("trainer", start, env.now, "train", self.version)
+        for sequence in batch:
+            self.result.tokens += sequence.done
+            self.result.sequences += 1
+            self.result.at_cap += sequence.done >= self.lengths.cap
+            for version, count in sequence.segments:
+                self.result.lags[self.version - version] += count
+        self.version += 1
+        self.result.completed.append(env.now)
+
+    def _rollout_batches(self) -> int:
+        return math.ceil(self.num_updates / self.schedule.updates_per_rollout)
+
+    def _load_everywhere(self) -> None:
+        for replica in self.replicas:
+            replica.marks.append((replica.steps, self.version))
+
+    def conventional(self):
+        env, schedule = self.env, self.schedule
+        per_rollout, size = schedule.updates_per_rollout, schedule.samples_per_update
+        for _ in range(self._rollout_batches()):
+            start = env.now
+            self.submit(per_rollout * size)
+            batch = yield from self.take(per_rollout * size)
+            self.phase("generation", env.now - start)
+            yield from self.train_rollout(batch)
+            if self.version == self.num_updates:
+                return
+            yield from self._transfer()
+
+    def _transfer(self):
+        seconds = self.costs.transfer_s(self.schedule.gpus, self.schedule.kind == "conventional")
+        self.phase("transfer", seconds)
+        start = self.env.now
+        yield self.env.timeout(seconds)
+        self.log("link", start, self.env.now, "transfer", self.version)
+        self._load_everywhere()
+
+    def concurrent(self):
+        env, schedule = self.env, self.schedule
+        per_rollout, size = schedule.updates_per_rollout, schedule.samples_per_update
+        self.submit(per_rollout * size)
+        start = env.now
+        batch = yield from self.take(per_rollout * size)
+        self.phase("wait", env.now - start)
+        for _ in range(self._rollout_batches()):
+            self.submit(per_rollout * size)  # sampled with the weights before this batch's updates: one batch off
+            yield from self.train_rollout(batch)
+            if self.version == self.num_updates:
+                return
+            start = env.now
+            batch = yield from self.take(per_rollout * size)
+            self.phase("wait", env.now - start)
+            yield from self._transfer()
+
+    def _oldest_live_version(self) -> int:
+        """Version of the oldest token of any sequence that is still running."""
+        return min(
+            (s.segments[0][0] if s.segments else r.marks[bisect_right(r.marks, (s.started, 1 << 60)) - 1][1])
+            for r in self.replicas
+            for _, _, s in r.running
+        )
+
+    def inflight(self):
+        env, schedule = self.env, self.schedule
+        self._refill(self.replicas)
+        while self.version < self.num_updates:
+            start = env.now
+            batch = yield from self.take(schedule.samples_per_update)
+            self.phase("wait", env.now - start)
+            start = env.now
+            while schedule.max_lag is not None and self.version + 2 - self._oldest_live_version() > schedule.max_lag:
+                self.progress = env.event()  # the trainer stalls until a sequence ends; one step of slack for the queue
+                yield self.progress
+                self.progress = None
+            self.phase("stall", env.now - start)
+            yield from self.logprob(batch)
+            yield from self.train(batch)
+            if self.version % schedule.updates_per_sync == 0:
+                for replica in self.replicas:
+                    replica.pending.append(self.version)
+                    replica.interrupt()
+
+
+def simulate(
+    costs,
+    lengths: Lengths,
+    schedule: Schedule,
+    *,
+    prompt: int = 256,
+    optimizer_steps: int = 20,
+    seed: int = 0,
+    trace: bool = False,
+) -> Result:
+    """Run `optimizer_steps` of a schedule; `trace` keeps the time line (for figures)."""
+    if optimizer_steps < 1:
+        raise ValueError(f"optimizer_steps {optimizer_steps} must be at least 1")
+    run = _Run(costs, lengths, schedule, prompt, optimizer_steps, seed, trace)
+    for replica in run.replicas:
+        run.env.process(replica.process())
+    trainer = run.env.process(getattr(run, schedule.kind)())
+    run.env.run(until=trainer)
+    result = run.result
+    result.total = run.env.now
+    result.generation_busy = sum(r.busy for r in run.replicas) / len(run.replicas)
+    result.at_cap /= max(1, result.sequences)
+    return result
+
+
+def generate(costs, lengths: Lengths, *, replicas: int, sequences: int, prompt: int, seed: int = 0) -> float:
+    """Time for `replicas` engines to answer `sequences` requests that are all submitted at once."""
+    schedule = Schedule("conventional", replicas * costs.tp, sequences)
+    run = _Run(costs, lengths, schedule, prompt, 1, seed, False)
+    for replica in run.replicas:
+        run.env.process(replica.process())
+    run.submit(sequences)
+    run.env.run(until=run.env.process(run.take(sequences)))
+    return run.env.now
+
+
+def best_split(costs, lengths: Lengths, schedule: Schedule, *, max_lag: int | None = None, **kwargs):
+    """The number of generation GPUs with the shortest steady step, and its result; a coarse grid, then its neighbours.
+
+    With `max_lag` (optimizer steps) only runs whose largest token lag stays within it are considered.
+    """
+    options = [
+        g for g in range(costs.tp, schedule.gpus, costs.tp) if (schedule.gpus - g) % schedule.train_parallel == 0
+    ]
+    if not options:
+        raise ValueError(
+            f"no split of {schedule.gpus} GPUs fits tp {costs.tp} and train_parallel {schedule.train_parallel}"
+        )
+    seen: dict[int, Result] = {}
+
+    def score(generation: int) -> float:
+        if generation not in seen:
+            seen[generation] = simulate(costs, lengths, replace(schedule, generation_gpus=generation), **kwargs)
+        result = seen[generation]
+        if max_lag is not None and result.lag()["max"] > max_lag:
+            return math.inf
+        return result.steady_step
+
+    low, high = 0, len(options) - 1
+    while high - low > 3:
+        grid = sorted({round(low + (high - low) * i / 4) for i in range(5)})
+        best = min(grid, key=lambda i: score(options[i]))
+        at = grid.index(best)
+        low, high = grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)]
+        if (low, high) == (grid[0], grid[-1]):
+            break
+    best = min(options[low : high + 1], key=score)
+    if math.isinf(score(best)):
+        raise ValueError(f"no split keeps the lag within {max_lag} optimizer steps")
+    return best, seen[best]

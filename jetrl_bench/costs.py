@@ -1,0 +1,411 @@
+"""What a phase of RL training costs: seconds on a GPU from a roofline of its operators, or units of the training loop.
+
+`Costs` prices prefill, decode steps, log-probability passes, optimizer steps, weight transfer and quantisation for a
+model shape, a precision flow, a parallelism and a piece of hardware. Every operator is a roofline with a soft corner:
+
+    t = launch + ((bytes / (bw e_m))^q + (flops / (peak e_c s))^q)^(1/q),    s = flops / (flops + half_flops)
+
+`launch`, `e_m`, `e_c`, `half_flops` and `q` are fitted per GPU and number format by costs_fit.py; every other constant
+stands in costs_data/costs.yaml with its source. `UnitCosts` has the same methods in the training loop's normalised
+units (config.CostConfig). All of it is *modelled* time; docs/speed.md lists the limits.
+"""
+
+import difflib
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+DATA = Path(__file__).parent / "costs_data"
+LinearFormat = Literal["bf16", "fp8_block", "fp8_tensor", "fp8_row"]
+MICROBATCH_PAD = 64  # rows: a matrix product is padded to its tile height (PipelineRL, figure 8, and the kernel tables)
+
+
+@functools.cache
+def constants() -> dict:
+    return yaml.safe_load((DATA / "costs.yaml").read_text())
+
+
+_fitted: dict = {}
+
+
+def fitted() -> dict:
+    """The fitted efficiencies (costs_data/fitted.yaml), read once."""
+    if not _fitted:
+        path = DATA / "fitted.yaml"
+        if not path.exists():
+            raise ValueError(f"{path}: missing; run `python -m jetrl_bench.costs_fit`")
+        _fitted.update(yaml.safe_load(path.read_text()))
+    return _fitted
+
+
+def use_fitted(values: dict) -> None:
+    """Price with `values` in place of fitted.yaml: the fit runs on what it has fitted so far."""
+    _fitted.clear()
+    _fitted.update(values)
+
+
+def lookup(table: dict, key: str, what: str):
+    """table[key], or one clear line with the nearest valid name."""
+    if key in table:
+        return table[key]
+    near = difflib.get_close_matches(str(key), list(table), n=1, cutoff=0.0)
+    raise ValueError(f"{what} {key!r} is unknown; nearest: {near[0]!r} (have: {', '.join(table)})")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder. Counts are elements; `linear_params` are the matrices a precision flow may quantise."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> "ModelShape":
+        """A shape of costs.yaml, or a folder or file with a Hugging Face config.json."""
+        path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+        if path.suffix == ".json":
+            return cls.from_hf(path)
+        return cls(name=name, **lookup(constants()["models"], name, "model"))
+
+    @classmethod
+    def from_hf(cls, path: str | Path) -> "ModelShape":
+        """Shape of a Hugging Face config.json; mixture-of-experts models are refused."""
+        config = json.loads(Path(path).read_text())
+        if any("expert" in key for key in config):
+            raise ValueError(f"{path}: mixture-of-experts models are not modelled")
+        keys = {"num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"}
+        if missing := sorted(keys - config.keys()):
+            raise ValueError(f"{path}: key {missing[0]!r} is missing")
+        heads = config["num_attention_heads"]
+        return cls(
+            name=Path(path).parent.name or str(path),
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(n, k) of one layer's fused matrices: qkv, o, gate and up, down."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return [
+            (q + 2 * kv, self.hidden),
+            (self.hidden, q),
+            (2 * self.intermediate, self.hidden),
+            (self.hidden, self.intermediate),
+        ]
+
+    @property
+    def linear_params(self) -> int:
+        return self.layers * sum(n * k for n, k in self.linears)
+
+    @property
+    def num_params(self) -> int:
+        return self.linear_params + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    def kv_bytes(self, kv: str) -> int:
+        """Bytes of KV cache a token needs."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * (1 if kv == "fp8" else 2)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """One operator class on one device; `launch` in seconds, efficiencies as shares of the datasheet."""
+
+    launch: float
+    memory: float
+    compute: float
+    half_flops: float
+    norm: float
+
+    def seconds(self, num_bytes: float, flops: float, bandwidth: float, peak: float) -> float:
+        t_memory = num_bytes / (bandwidth * self.memory)
+        t_compute = (flops + self.half_flops) / (peak * self.compute) if flops else 0.0
+        return self.launch + (t_memory**self.norm + t_compute**self.norm) ** (1 / self.norm)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is quantised. lm_head, attention arithmetic, norms and gradients' transport stay BF16."""
+
+    rollout: LinearFormat = "bf16"
+    train: LinearFormat = "bf16"
+    kv: Literal["bf16", "fp8"] = "bf16"
+
+
+class Costs:
+    """Seconds of every phase for one model, GPU, engine and precision flow.
+
+    `tp` is the tensor parallelism of one generation replica; training shards over all its accelerators (FSDP).
+    """
+
+    unit = "s"
+
+    def __init__(
+        self,
+        model: ModelShape | str,
+        hardware: str,
+        *,
+        precision: Precision = Precision(),
+        engine: str = "vllm",
+        tp: int = 1,
+        max_num_seqs: int | None = None,
+    ):
+        self.model = model if isinstance(model, ModelShape) else ModelShape.named(model)
+        self.hardware, self.engine_name, self.precision, self.tp = hardware, engine, precision, tp
+        self.hw = lookup(constants()["hardware"], hardware, "hardware")
+        self.engine = lookup(constants()["engines"], engine, "engine")
+        if self.model.heads % tp:
+            raise ValueError(f"tp {tp} does not divide the {self.model.heads} heads of {self.model.name}")
+        for side in (precision.rollout, precision.train):
+            if side != "bf16" and not self.hw["fp8_flops"]:
+                raise ValueError(f"hardware {hardware} has no FP8 tensor cores; nearest: precision 'bf16'")
+        self.max_num_seqs = max_num_seqs or self.engine["max_num_seqs"]
+        self.max_batched_tokens = self.engine["max_batched_tokens"]
+        clock = fitted()["clock"][hardware] if self.hw.get("clock") == "fitted" else 1.0
+        self._peak = {"bf16": self.hw["bf16_flops"] * clock, "fp8": self.hw["fp8_flops"] * clock}
+        self._bw = self.hw["memory_bw"]
+        self._kernel = functools.cache(self._roofline)
+        self._base = functools.cache(self._decode_base)
+        self._prefill = functools.cache(self._forward_linear)
+
+    # --- operators -------------------------------------------------------------------------------------------------
+
+    def _table(self, op: str) -> dict:
+        """Fitted efficiencies of an operator: the engine's own kernel table, or SGLang's where it has none."""
+        if "kernels" not in self.hw:
+            return self.hw["efficiency"]
+        table = fitted()["kernels"][self.hw["kernels"]]
+        return table.get(self.engine["kernels"], {}).get(op) or table["sglang"][op]
+
+    def _roofline(self, fmt: str) -> Roofline:
+        t = self._table(fmt)
+        compute = self.hw.get("compute_efficiency", t["compute"])
+        return Roofline(t["launch"], t["memory"], compute, t["half_flops"], t["norm"])
+
+    def gemm_s(self, m: float, n: int, k: int, fmt: str = "bf16") -> float:
+        """Y [m, n] = X [m, k] W [n, k]^T: weights and activations in `fmt`, output in bf16."""
+        width = 2 if fmt == "bf16" else 1
+        rows = math.ceil(m / MICROBATCH_PAD) * MICROBATCH_PAD
+        num_bytes = width * (n * k + m * k) + 2 * m * n
+        peak = self._peak["bf16" if fmt == "bf16" else "fp8"]
+        return self._kernel(fmt).seconds(num_bytes, 2.0 * rows * n * k, self._bw, peak)
+
+    def quantise_s(self, elements: float, num_bytes: float) -> float:
+        """A cast pass that moves `num_bytes` per element."""
+        return elements * num_bytes / (self._bw * constants()["elementwise"]["memory_efficiency"])
+
+    def _elementwise_s(self, m: float, fmt: str) -> float:
+        """Norms, rotary, activation and, in FP8, the quantisation of the four GEMM inputs of one layer."""
+        c, s = constants()["elementwise"], self.model
+        inter, qkv = s.intermediate / self.tp, (s.heads + 2 * s.kv_heads) * s.head_dim / self.tp
+        num_bytes = m * (c["norm_bytes"] * s.hidden + c["act_bytes"] * inter + c["qkv_bytes"] * qkv)
+        launches = fitted()["elementwise"]
+        seconds = launches["layer"] + num_bytes / (self._bw * c["memory_efficiency"])
+        if fmt != "bf16":
+            inputs = 2 * s.hidden + s.heads * s.head_dim / self.tp + inter
+            seconds += launches["quantise"] + self.quantise_s(m * inputs, 3)
+        return seconds
+
+    def _all_reduce_s(self, num_bytes: float) -> float:
+        if self.tp == 1:
+            return 0.0
+        table = fitted()["all_reduce"].get(self.hw.get("kernels"), fitted()["all_reduce"]["h100_sxm"])
+        sizes = sorted(table)
+        latency, bandwidth = table[min((n for n in sizes if n >= self.tp), default=sizes[-1])]
+        return latency + num_bytes / bandwidth
+
+    def _forward_linear(self, m: float, fmt: str, head_rows: float) -> float:
+        """One forward pass over m tokens on one replica, attention left out; `head_rows` tokens reach lm_head."""
+        s, tp = self.model, self.tp
+        (nq, kq), (no, ko), (ng, kg), (nd, kd) = s.linears
+        layer = (
+            self.gemm_s(m, nq // tp, kq, fmt)
+            + self.gemm_s(m, no, ko // tp, fmt)
+            + self.gemm_s(m, ng // tp, kg, fmt)
+            + self.gemm_s(m, nd, kd // tp, fmt)
+            + self._elementwise_s(m, fmt)
+            + 2 * self._all_reduce_s(2 * m * s.hidden)
+        )
+        return s.layers * layer + self.gemm_s(head_rows, s.vocab // tp, s.hidden)
+
+    def _attention_prefill_s(self, tokens: float, length: float) -> float:
+        """Causal attention of all layers over sequences of `length`, `tokens` in all, on one replica."""
+        s = self.model
+        flops = 2.0 * tokens * length * s.heads * s.head_dim / self.tp
+        kernel = self._table("attention_prefill")
+        slowdown = 1 + kernel["half_length"] / length  # short sequences fill fewer tiles
+        return s.layers * (kernel["launch"] + flops / (self._peak["bf16"] * kernel["compute"]) * slowdown)
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    def host_s(self, batch: int) -> float:
+        """Scheduling, sampling and detokenising between two decode steps, on the host."""
+        if "kernels" not in self.hw:
+            return 0.0
+        base, per_sequence = fitted()["host"][self.engine_name]
+        return base + per_sequence * batch
+
+    def _decode_base(self, batch: int) -> float:
+        attention = self.model.layers * self._table(f"attention_{self.precision.kv}")["launch"]
+        return self.host_s(batch) + attention + self._forward_linear(batch, self.precision.rollout, batch)
+
+    @functools.cached_property
+    def context_s(self) -> float:
+        """Seconds that one token of live context adds to a decode step."""
+        kernel = self._table(f"attention_{self.precision.kv}")
+        kv_per_gpu = self.model.kv_bytes(self.precision.kv) / min(self.tp, self.model.kv_heads)
+        return kv_per_gpu / (self._bw * kernel["memory"])
+
+    def decode_step_s(self, batch: int, context_tokens: float) -> float:
+        """One decode step of a replica: `batch` sequences with `context_tokens` of KV cache in all."""
+        return self._base(int(batch)) + self.context_s * context_tokens
+
+    def prefill_s(self, tokens: int, length: float) -> float:
+        """Prefill of `tokens` prompt tokens in sequences of `length` on one replica, chunked at max_batched_tokens."""
+        if tokens <= 0:
+            return 0.0
+        chunk = min(self.max_batched_tokens, tokens)
+        rows = max(1.0, chunk / max(length, 1.0))
+        linear = tokens / chunk * (self._prefill(chunk, self.precision.rollout, math.ceil(rows)) + self.host_s(0))
+        return linear + self._attention_prefill_s(tokens, length)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of weights on one GPU of a generation replica."""
+        s = self.model
+        width = 2 if self.precision.rollout == "bf16" else 1
+        return (s.linear_params * width + 2 * (s.num_params - s.linear_params)) / self.tp
+
+    def kv_capacity(self) -> int:
+        """Tokens of KV cache a replica holds; a ValueError when the weights do not fit."""
+        room = (
+            self.hw["memory"] * self.engine["memory_utilization"] - self.weight_bytes - constants()["reserve"]["value"]
+        )
+        if room <= 0:
+            raise ValueError(f"{self.model.name} in {self.precision.rollout} does not fit {self.tp} x {self.hardware}")
+        return int(room * min(self.tp, self.model.kv_heads) / self.model.kv_bytes(self.precision.kv))
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def _training_layer_extra(self, m: float, fmt: str) -> float:
+        """FP8 operand casts of one layer's forward and backward: activations and gradients, and weights."""
+        if fmt == "bf16":
+            return 0.0
+        t = constants()["training"]
+        rows = sum(n + k for n, k in self.model.linears)
+        weights = sum(n * k for n, k in self.model.linears)
+        return self.quantise_s(m * rows, t["quantise_bytes"][fmt]) + self.quantise_s(
+            weights, t["weight_quantise_bytes"][fmt]
+        )
+
+    def _forward_backward_s(self, m: float, length: float, recompute: str, backward: bool) -> float:
+        s, t, fmt = self.model, constants()["training"], self.precision.train
+        forward = sum(self.gemm_s(m, n, k, fmt) for n, k in s.linears)
+        attention = self._attention_prefill_s(m, length) / s.layers
+        c = constants()["elementwise"]
+        moved = m * (c["norm_bytes"] * s.hidden + c["act_bytes"] * s.intermediate + c["qkv_bytes"] * s.linears[0][0])
+        elementwise = moved / (self._bw * c["memory_efficiency"])
+        layer = forward + attention + elementwise
+        logits = self.quantise_s(m * s.vocab, 10) + self.gemm_s(m, s.vocab, s.hidden)
+        if not backward:
+            if fmt != "bf16":
+                layer += self.quantise_s(m * sum(k for _, k in s.linears), 3)
+            return s.layers * layer + logits
+        layer += sum(self.gemm_s(m, k, n, fmt) + self.gemm_s(n, k, m, fmt) for n, k in s.linears)
+        layer += attention * t["attention_backward"]["value"] + 2 * elementwise + self._training_layer_extra(m, fmt)
+        if recompute == "full":
+            layer += forward + attention + elementwise
+        elif recompute == "selective":
+            layer += t["selective_recompute"]["value"] * (forward + attention + elementwise)
+        logits += 2 * self.gemm_s(m, s.vocab, s.hidden) + self.quantise_s(m * s.vocab, 10)
+        return s.layers * layer + logits
+
+    def _gather_s(self, gpus: int, passes: int) -> float:
+        """FSDP traffic of one micro-batch on one GPU: `passes` weight gathers, and a gradient reduction if training."""
+        if gpus == 1:
+            return 0.0
+        t, s = constants()["training"], self.model
+        width = t["gather_bytes"][self.precision.train]
+        gather = s.linear_params * width + 2 * (s.num_params - s.linear_params)
+        num_bytes = passes * gather + (2 * s.num_params if passes > 1 else 0)
+        bandwidth = self.hw["nvlink_bw"] if gpus <= 8 else self.hw["network_bw"] * min(8, gpus)
+        return num_bytes * (gpus - 1) / gpus / (bandwidth * t["network_efficiency"]["value"])
+
+    def _pass_s(self, tokens: float, length: float, gpus: int, recompute: str, backward: bool) -> float:
+        """A forward, or forward and backward, pass of one GPU over its `tokens`, communication included."""
+        t = constants()["training"]
+        micro = max(1, math.ceil(tokens / t["micro_tokens"]["value"]))
+        m = math.ceil(tokens / micro)
+        overhead = fitted()["train_overhead"]
+        compute = overhead * self._forward_backward_s(m, length, recompute, backward)
+        comm = self._gather_s(gpus, 2 if backward else 1)
+        hidden = min(comm * t["overlap"]["value"], compute)
+        return micro * (compute + comm - hidden)
+
+    def logprob_s(self, tokens: float, length: float, gpus: int = 1) -> float:
+        """A log-probability pass; `tokens` are those of the busiest GPU, `length` their mean sequence length."""
+        return self._pass_s(tokens, length, gpus, "none", backward=False) if tokens else 0.0
+
+    def train_step_s(self, tokens: float, length: float, gpus: int = 1, recompute: str = "full") -> float:
+        """An optimizer step; `tokens` are those of the busiest GPU."""
+        update = self.model.num_params * constants()["training"]["optimizer_bytes"]["value"] / gpus
+        return self._pass_s(tokens, length, gpus, recompute, backward=True) + self.quantise_s(update, 1)
+
+    def transfer_s(self, gpus: int, colocated: bool) -> float:
+        """New weights into every replica: quantise, then over NVLink (colocated) or the network (disaggregated)."""
+        t, s = constants()["transfer"], self.model
+        width = 2 if self.precision.rollout == "bf16" else 1
+        num_bytes = s.linear_params * width + 2 * (s.num_params - s.linear_params)
+        quantise = 0.0 if width == 2 else self.quantise_s(s.linear_params / max(1, gpus), t["quantise_bytes"]["value"])
+        lanes = self.hw["nvlink_bw"] if colocated else self.hw["network_bw"] * self.tp
+        return t["latency"]["value"] + quantise + num_bytes / self.tp / (lanes * t["network_efficiency"]["value"])
+
+
+class UnitCosts:
+    """The training loop's normalised units (config.CostConfig): a decode step costs a + b x batch per accelerator, an
+    optimizer step is proportional to tokens / accelerators, and a weight update pauses generation."""
+
+    unit = "units"
+    tp = 1
+    max_batched_tokens = 0
+
+    def __init__(self, cost, *, max_num_seqs: int | None = None):
+        self.cost = cost
+        self.max_num_seqs = max_num_seqs or 10**9
+        self.context_s = 0.0
+
+    def decode_step_s(self, batch: int, context_tokens: float) -> float:
+        return self.cost.decode_base + self.cost.decode_per_sequence * batch
+
+    def prefill_s(self, tokens: int, length: float) -> float:
+        return 0.0
+
+    def kv_capacity(self) -> int:
+        return 10**15
+
+    def logprob_s(self, tokens: float, length: float, gpus: int = 1) -> float:
+        return 0.0
+
+    def train_step_s(self, tokens: float, length: float, gpus: int = 1, recompute: str = "full") -> float:
+        return self.cost.train_per_token * tokens
+
+    def transfer_s(self, gpus: int, colocated: bool) -> float:
+        return self.cost.transfer
