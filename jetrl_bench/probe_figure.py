@@ -1,0 +1,112 @@
+"""The probe's figure: tail of abs(d), KL by response position beside published values, ESS by sequence length."""
+
+import math
+from pathlib import Path
+
+from jetrl_bench.probe_report import PUBLISHED, TERMS, ProbeRecord, to_csv
+from jetrl_bench.record import write_text
+
+COLOURS = {"total": "#1b3a5c", "quantisation": "#c8553d", "kernel": "#4c956c"}
+
+
+def draw(record: ProbeRecord, stem: Path) -> list[Path]:
+    """Write stem.pdf, .svg, .png and .csv (the numbers that are drawn)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    settings = {"font.size": 8, "svg.hashsalt": "jetrl-bench", "axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(settings):
+        figure, ((tail, position), (ess, elsewhere)) = plt.subplots(2, 2, figsize=(8.5, 6))
+        rows = [["panel", "series", "x", "y"]]
+        rows += _tail(tail, record) + _kl(position, record) + _ess(ess, record) + _published(elsewhere, record)
+        figure.tight_layout(w_pad=2, h_pad=2)
+        paths = [stem.with_suffix(suffix) for suffix in (".pdf", ".svg", ".png")]
+        for path in paths:
+            dated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {"Software": None}}[path.suffix]
+            figure.savefig(path, dpi=160, metadata=dated)
+        plt.close(figure)
+    write_text(stem.with_suffix(".csv"), to_csv(rows))
+    return [*paths, stem.with_suffix(".csv")]
+
+
+def _tail(axes, record: ProbeRecord) -> list[list]:
+    rows = []
+    for c in record.comparisons:
+        points = [(x, share) for x, share in c.tail if share > 0]
+        rows += [["tail", c.term, x, share] for x, share in points]
+        if points:
+            axes.loglog(*zip(*points), color=COLOURS[c.term], label=TERMS[c.term])
+    axes.set(xlabel="x, nats", ylabel="share of tokens with abs(d) ≥ x", title="tail of d = log π − log μ")
+    if rows:
+        axes.set_xlim(left=max(1e-6, min(x for _, _, x, share in rows if share > 0.5 * rows[0][3]) / 2))
+        axes.legend(frameon=False, loc="lower left")
+    else:
+        _say(axes, "d = 0 for every token")
+    return rows
+
+
+def _kl(axes, record: ProbeRecord) -> list[list]:
+    key = _kl_key(record)
+    rows = [
+        [f"{key}_by_position", c.term, p.first, getattr(p.numbers, key)]
+        for c in record.comparisons
+        for p in c.positions
+    ]
+    for c in record.comparisons:
+        # drawn at the first position of a bin, counted from 1; exactly 0 has no place on a logarithmic axis
+        points = [(p.first + 1, getattr(p.numbers, key)) for p in c.positions if getattr(p.numbers, key) > 0]
+        if points:
+            axes.loglog(*zip(*points), "o-", ms=3, color=COLOURS[c.term])
+    axes.set(
+        xlabel="response position (start of bin)", ylabel="nats per token", title=f"{_kl_name(record)} by position"
+    )
+    drawn = [row[3] for row in rows if row[3] > 0]
+    if drawn:
+        axes.set_ylim(10 ** math.floor(math.log10(min(drawn))), 10 ** (math.floor(math.log10(max(drawn))) + 1))
+    else:
+        _say(axes, "0 at every position")
+    return rows
+
+
+def _published(axes, record: ProbeRecord) -> list[list]:
+    """Published ranges as bars, this record's values as lines."""
+    key = _kl_key(record)
+    for row, p in enumerate(PUBLISHED):
+        axes.plot([p.low, p.high], [row, row], "o-", color="#999999", ms=3, lw=3)
+        axes.annotate(f"  {p.source}", (p.high, row), fontsize=5, color="#777777", va="center", annotation_clip=False)
+    axes.set_yticks(range(len(PUBLISHED)), [p.system for p in PUBLISHED], fontsize=6.5)
+    axes.set_xscale("log")
+    axes.invert_yaxis()
+    for c in record.comparisons:
+        value = getattr(c.numbers, key)
+        if value > 0:
+            axes.axvline(value, color=COLOURS[c.term], lw=1.2)
+    axes.set(xlabel="nats per token", title=f"published KL (bars), this {_kl_name(record)} (lines)")
+    axes.set_xlim(right=20)
+    rows = [["published", p.system, p.low, p.high] for p in PUBLISHED]
+    return rows + [["this", c.term, getattr(c.numbers, key), ""] for c in record.comparisons]
+
+
+def _kl_key(record: ProbeRecord) -> str:
+    return "k3" if record.comparisons[0].numbers.kl is None else "kl"
+
+
+def _kl_name(record: ProbeRecord) -> str:
+    return {"k3": "KL (k3)", "kl": "KL (exact)"}[_kl_key(record)]
+
+
+def _ess(axes, record: ProbeRecord) -> list[list]:
+    rows = []
+    for c in record.comparisons:
+        axes.semilogx(*zip(*c.ess_by_length), color=COLOURS[c.term])
+        rows += [["ess_sequence", c.term, t, value] for t, value in c.ess_by_length]
+    axes.set(xlabel="first t tokens of a sequence", ylabel="effective sample size / S", title="sequence-level weights")
+    axes.set_ylim(0, 1.05)
+    return rows
+
+
+def _say(axes, text: str) -> None:
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
