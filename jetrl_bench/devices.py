@@ -22,6 +22,8 @@ FP8_CAPABILITY = (8, 9)
 TESTED = {"torch": ((2, 13), (2, 15)), "vllm": ((0, 32), (0, 33)), "transformer-engine": ((2, 8), (3, 0))}
 """Tested versions: first, and first beyond."""
 
+ISA_CAPS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -125,7 +127,7 @@ def environment() -> dict[str, str]:
     """The machine in a record's words: instruction set, threads, and the variables that can change a number."""
     import torch
 
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES")
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *ISA_CAPS, "CUDA_VISIBLE_DEVICES")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -144,9 +146,7 @@ def _instruction_set() -> tuple[bool, str]:
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
     flags = set(_cpuinfo("flags").split()) | set(_cpuinfo("Features").split())
     here = [flag for flag in wanted if flag in flags]
-    caps = [
-        f"{name}={os.environ[name]}" for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY") if name in os.environ
-    ]
+    caps = [f"{name}={os.environ[name]}" for name in ISA_CAPS if name in os.environ]
     text = f"{torch.backends.cpu.get_cpu_capability()}; {' '.join(here) or platform.machine()}"
     return True, f"{text}; capped by {' '.join(caps)}" if caps else text
 

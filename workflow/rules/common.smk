@@ -8,7 +8,9 @@ from pathlib import Path
 from jetrl_bench import locks, plan
 from snakemake.settings.types import DeploymentMethod
 
-CONFIG = plan.from_snakemake(config, [*workflow.configfiles, *(["--config"] if workflow.config_settings.config else [])])
+CONFIG = plan.from_snakemake(
+    config, [*workflow.configfiles, *(["--config"] if workflow.config_settings.config else [])]
+)
 RUNS = {(run.method, str(run.settings.seed), run.digest): run for run in plan.planned(CONFIG)}
 METHODS = list(dict.fromkeys(run.method for run in RUNS.values()))
 BASES = list(dict.fromkeys(run.base for run in RUNS.values()))
