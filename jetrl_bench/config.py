@@ -280,7 +280,7 @@ class Method(Strict):
 class Experiment(Strict):
     methods: list[str] = Field(min_length=1)
     settings: dict[str, Any] = {}
-    """Overrides of lr, task, train, evaluate, cost for every run of the experiment."""
+    """Overrides of lr, task, train, cost for every run of the experiment."""
     title: str = ""
     baseline: str | None = None
     """The method that ratios and paired differences are taken against."""
@@ -526,7 +526,7 @@ def load(paths: list[Path | str], overrides: dict | None = None) -> Config:
     for path in paths:
         data = merge(data, read_yaml(Path(path)))
     data = merge(data, overrides or {})
-    return validate(Config, data, ", ".join(str(p) for p in paths) or "config")
+    return validate(Config, data, ", ".join([*map(str, paths), *(["--set"] if overrides else [])]) or "config")
 
 
 def json_schema() -> dict:
