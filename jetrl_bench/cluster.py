@@ -15,131 +15,13 @@ from `costs.Costs` (seconds) or `costs.UnitCosts` (the training loop's units). S
 import heapq
 import math
 from bisect import bisect_right
-from collections import Counter, deque
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import simpy
 
-
-@dataclass(frozen=True)
-class Lengths:
-    """Response lengths in tokens: log-normal with a cap, the capped mean being `mean`; or a list, taken in order."""
-
-    mean: float = 1000.0
-    cv: float = 0.9
-    cap: int = 4096
-    measured: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        if not self.measured and not 0 < self.mean < self.cap:
-            raise ValueError(f"lengths.mean {self.mean:g} must lie between 0 and lengths.cap {self.cap}")
-
-    def draw(self, rng: np.random.Generator, count: int, offset: int = 0) -> np.ndarray:
-        """count lengths [count] int64; `measured` continues at `offset` and wraps round."""
-        if self.measured:
-            return np.resize(np.roll(np.asarray(self.measured, dtype=np.int64), -(offset % len(self.measured))), count)
-        if self.cv == 0:
-            return np.full(count, round(self.mean), dtype=np.int64)
-        sigma = math.sqrt(math.log1p(self.cv**2))
-        x = np.exp(self._mu(sigma) + sigma * rng.standard_normal(count))
-        return np.clip(np.ceil(x), 1, self.cap).astype(np.int64)
-
-    def _mu(self, sigma: float) -> float:
-        """Location whose capped mean E[min(x, cap)] is `mean` (closed form of a log-normal, bisected)."""
-
-        def normal_cdf(z: float) -> float:
-            return 0.5 * math.erfc(-z / math.sqrt(2))
-
-        def capped_mean(mu: float) -> float:
-            z = (math.log(self.cap) - mu) / sigma
-            return math.exp(mu + sigma**2 / 2) * normal_cdf(z - sigma) + self.cap * normal_cdf(-z)
-
-        low, high = math.log(self.mean) - 5, math.log(self.cap) + 20
-        for _ in range(80):
-            mid = (low + high) / 2
-            low, high = (mid, high) if capped_mean(mid) < self.mean else (low, mid)
-        return (low + high) / 2
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Who generates and trains when. Counts are GPUs and sequences; `max_lag` is in optimizer steps."""
-
-    kind: Literal["conventional", "concurrent", "inflight"]
-    gpus: int
-    samples_per_update: int
-    updates_per_rollout: int = 1
-    generation_gpus: int | None = None
-    slots: int | None = None
-    max_lag: int | None = None
-    updates_per_sync: int = 1
-    logprob_pass: bool = True
-    recompute: Literal["none", "selective", "full"] = "full"
-    train_parallel: int = 1
-    pipeline: int = 1
-    balance: Literal["longest_first", "ideal"] = "longest_first"
-
-    def __post_init__(self):
-        if self.kind == "conventional":
-            if self.generation_gpus not in (None, self.gpus):
-                raise ValueError("schedule.generation_gpus: a conventional run uses all GPUs in both phases")
-        elif self.generation_gpus is None or not 0 < self.generation_gpus < self.gpus:
-            raise ValueError(f"schedule.generation_gpus must lie between 1 and {self.gpus - 1} for {self.kind}")
-        if self.training_gpus % self.train_parallel:
-            raise ValueError(
-                f"schedule.train_parallel {self.train_parallel} does not divide the {self.training_gpus} training GPUs"
-            )
-
-    @property
-    def training_gpus(self) -> int:
-        return self.gpus if self.kind == "conventional" else self.gpus - self.generation_gpus
-
-
-@dataclass
-class Result:
-    """What a simulated run did. Times are in `unit`; lags in optimizer steps; tokens are response tokens."""
-
-    unit: str
-    gpus: int
-    optimizer_steps: int
-    samples_per_update: int
-    total: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-    sequences: int = 0
-    preemptions: int = 0
-    generation_busy: float = 0.0
-    generation_gpus: int = 0
-    training_busy: float = 0.0
-    training_gpus: int = 0
-    lags: Counter = field(default_factory=Counter)
-    timeline: list[tuple[str, float, float, str, int]] = field(default_factory=list)
-    at_cap: float = 0.0
-    completed: list[float] = field(default_factory=list)
-
-    @property
-    def step(self) -> float:
-        return self.total / self.optimizer_steps
-
-    @property
-    def tokens_per_gpu(self) -> float:
-        """Response tokens trained per unit of time and GPU."""
-        return self.tokens / self.total / self.gpus
-
-    @property
-    def steady_step(self) -> float:
-        """Mean time of an optimizer step after the first quarter of the run (the start-up bubble left out)."""
-        skip = len(self.completed) // 4
-        return (self.completed[-1] - self.completed[skip]) / (len(self.completed) - 1 - skip)
-
-    def lag(self) -> dict[str, float]:
-        """Mean, 95th percentile and maximum lag of a trained token, in optimizer steps."""
-        values, counts = np.array(sorted(self.lags.items()), dtype=float).T
-        cumulative = np.cumsum(counts) / counts.sum()
-        p95 = values[np.searchsorted(cumulative, 0.95)]
-        return {"mean": float(values @ counts / counts.sum()), "p95": float(p95), "max": float(values[-1])}
+from .workload import Lengths, Result, Schedule
 
 
 class _Sequence:
@@ -158,6 +40,7 @@ class _Replica:
         self.waiting: deque[_Sequence] = deque()
         self.running: list[tuple[int, int, _Sequence]] = []  # heap by the decode step at which a sequence ends
         self.context = 0  # live KV tokens
+        self.reserved = 0  # KV tokens promised to running sequences (engines that never evict)
         self.steps = 0
         self.marks: list[tuple[int, int]] = [(0, 0)]  # (decode step, version from then on)
         self.pending: list[int] = []  # versions to load before the next decode step
@@ -190,7 +73,11 @@ class _Replica:
         while self.waiting and len(self.running) < limit:
             sequence = self.waiting[0]
             need = sequence.prompt + sequence.done
-            if self.running and self.context + need + len(self.running) + 1 > self.capacity:
+            if self.costs.reserve_full:
+                if self.running and self.reserved + need + sequence.left > self.capacity:
+                    break
+                self.reserved += need + sequence.left
+            elif self.running and self.context + need + len(self.running) + 1 > self.capacity:
                 break
             self.waiting.popleft()
             self.context += need
@@ -278,6 +165,8 @@ class _Replica:
                 sequence = heapq.heappop(self.running)[2]
                 self._close(sequence)
                 self.context -= sequence.prompt + sequence.done
+                if costs.reserve_full:
+                    self.reserved -= sequence.prompt + sequence.done
                 run.finished(self, sequence)
 
 
@@ -293,7 +182,7 @@ def _steps_within(elapsed: float, first: float, growth: float) -> int:
 class _Run:
     def __init__(self, costs, lengths: Lengths, schedule: Schedule, prompt: int, steps: int, seed: int, trace: bool):
         self.costs, self.lengths, self.schedule, self.prompt = costs, lengths, schedule, prompt
-        self.num_updates, self.trace = steps, trace
+        self.num_updates, self.trace, self.layout = steps, trace, schedule.layout
         self.rng = np.random.default_rng(np.random.SeedSequence([seed, 0x4A52]))
         self.env = simpy.Environment()
         self.capacity = costs.kv_capacity()
@@ -365,28 +254,24 @@ class _Run:
         return batch
 
     def busiest(self, batch: list[_Sequence]) -> tuple[float, float]:
-        """Tokens of the busiest training GPU, prompts included, and the mean sequence length seen by attention."""
+        """Tokens of the busiest training rank, prompts included, and the mean sequence length seen by attention."""
         sizes = sorted((s.prompt + s.done for s in batch), reverse=True)
         total = sum(sizes)
-        ranks = self.schedule.training_gpus // self.schedule.train_parallel
         mean = sum(size * size for size in sizes) / total  # attention sees the length-weighted mean
+        ranks = self.layout.ranks
         if self.schedule.balance == "ideal":
-            return total / self.schedule.training_gpus, mean
+            return total / ranks, mean
         loads = [0.0] * min(ranks, len(sizes))
         for size in sizes:
             heapq.heapreplace(loads, loads[0] + size)
-        bubble = 1.0
-        if self.schedule.pipeline > 1:
-            micro = max(1, len(sizes) // ranks)
-            bubble += (self.schedule.pipeline - 1) / micro
-        return max(loads) / self.schedule.train_parallel * bubble, mean
+        return max(loads), mean
 
     def logprob(self, batch: list[_Sequence]):
         """Proximal log-probabilities of a batch, once, when it reaches the trainer; process generator."""
-        if not self.schedule.logprob_pass:
+        if not self.schedule.logprob_passes:
             return
         tokens, length = self.busiest(batch)
-        seconds = self.costs.logprob_s(tokens, length, self.schedule.training_gpus)
+        seconds = self.schedule.logprob_passes * self.costs.logprob_s(tokens, length, self.layout)
         self.phase("logprob", seconds)
         self.result.training_busy += seconds
         start = self.env.now
@@ -404,9 +289,9 @@ class _Run:
 
     def train(self, batch: list[_Sequence]):
         """One optimizer step on `batch`; process generator."""
-        env, schedule = self.env, self.schedule
+        env = self.env
         tokens, length = self.busiest(batch)
-        seconds = self.costs.train_step_s(tokens, length, schedule.training_gpus, schedule.recompute)
+        seconds = self.costs.train_step_s(tokens, length, self.layout)
         self.phase("train", seconds)
         self.result.training_busy += seconds
         start = env.now
@@ -536,13 +421,10 @@ def best_split(costs, lengths: Lengths, schedule: Schedule, *, max_lag: int | No
 
     With `max_lag` (optimizer steps) only runs whose largest token lag stays within it are considered.
     """
-    options = [
-        g for g in range(costs.tp, schedule.gpus, costs.tp) if (schedule.gpus - g) % schedule.train_parallel == 0
-    ]
+    split = schedule.layout.split
+    options = [g for g in range(costs.tp, schedule.gpus, costs.tp) if (schedule.gpus - g) % split == 0]
     if not options:
-        raise ValueError(
-            f"no split of {schedule.gpus} GPUs fits tp {costs.tp} and train_parallel {schedule.train_parallel}"
-        )
+        raise ValueError(f"no split of {schedule.gpus} GPUs fits tp {costs.tp} and a training rank of {split}")
     seen: dict[int, Result] = {}
 
     def score(generation: int) -> float:

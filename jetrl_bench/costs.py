@@ -10,25 +10,16 @@ stands in costs_data/costs.yaml with its source. `UnitCosts` has the same method
 units (config.CostConfig). All of it is *modelled* time; docs/speed.md lists the limits.
 """
 
-import difflib
 import functools
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import yaml
 
-DATA = Path(__file__).parent / "costs_data"
-LinearFormat = Literal["bf16", "fp8_block", "fp8_tensor", "fp8_row"]
+from .clock import Units
+from .shapes import BF16, DATA, ModelShape, Precision, TrainLayout, constants, lookup
+
 MICROBATCH_PAD = 64  # rows: a matrix product is padded to its tile height (PipelineRL, figure 8, and the kernel tables)
-
-
-@functools.cache
-def constants() -> dict:
-    return yaml.safe_load((DATA / "costs.yaml").read_text())
-
 
 _fitted: dict = {}
 
@@ -49,82 +40,6 @@ def use_fitted(values: dict) -> None:
     _fitted.update(values)
 
 
-def lookup(table: dict, key: str, what: str):
-    """table[key], or one clear line with the nearest valid name."""
-    if key in table:
-        return table[key]
-    near = difflib.get_close_matches(str(key), list(table), n=1, cutoff=0.0)
-    raise ValueError(f"{what} {key!r} is unknown; nearest: {near[0]!r} (have: {', '.join(table)})")
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A dense decoder. Counts are elements; `linear_params` are the matrices a precision flow may quantise."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool = False
-
-    @classmethod
-    def named(cls, name: str) -> "ModelShape":
-        """A shape of costs.yaml, or a folder or file with a Hugging Face config.json."""
-        path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-        if path.suffix == ".json":
-            return cls.from_hf(path)
-        return cls(name=name, **lookup(constants()["models"], name, "model"))
-
-    @classmethod
-    def from_hf(cls, path: str | Path) -> "ModelShape":
-        """Shape of a Hugging Face config.json; mixture-of-experts models are refused."""
-        config = json.loads(Path(path).read_text())
-        if any("expert" in key for key in config):
-            raise ValueError(f"{path}: mixture-of-experts models are not modelled")
-        keys = {"num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"}
-        if missing := sorted(keys - config.keys()):
-            raise ValueError(f"{path}: key {missing[0]!r} is missing")
-        heads = config["num_attention_heads"]
-        return cls(
-            name=Path(path).parent.name or str(path),
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-
-    @property
-    def linears(self) -> list[tuple[int, int]]:
-        """(n, k) of one layer's fused matrices: qkv, o, gate and up, down."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return [
-            (q + 2 * kv, self.hidden),
-            (self.hidden, q),
-            (2 * self.intermediate, self.hidden),
-            (self.hidden, self.intermediate),
-        ]
-
-    @property
-    def linear_params(self) -> int:
-        return self.layers * sum(n * k for n, k in self.linears)
-
-    @property
-    def num_params(self) -> int:
-        return self.linear_params + (1 if self.tied else 2) * self.vocab * self.hidden
-
-    def kv_bytes(self, kv: str) -> int:
-        """Bytes of KV cache a token needs."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * (1 if kv == "fp8" else 2)
-
-
 @dataclass(frozen=True)
 class Roofline:
     """One operator class on one device; `launch` in seconds, efficiencies as shares of the datasheet."""
@@ -141,15 +56,6 @@ class Roofline:
         return self.launch + (t_memory**self.norm + t_compute**self.norm) ** (1 / self.norm)
 
 
-@dataclass(frozen=True)
-class Precision:
-    """What is quantised. lm_head, attention arithmetic, norms and gradients' transport stay BF16."""
-
-    rollout: LinearFormat = "bf16"
-    train: LinearFormat = "bf16"
-    kv: Literal["bf16", "fp8"] = "bf16"
-
-
 class Costs:
     """Seconds of every phase for one model, GPU, engine and precision flow.
 
@@ -163,10 +69,11 @@ class Costs:
         model: ModelShape | str,
         hardware: str,
         *,
-        precision: Precision = Precision(),
+        precision: Precision = BF16,
         engine: str = "vllm",
         tp: int = 1,
         max_num_seqs: int | None = None,
+        memory_utilization: float | None = None,
     ):
         self.model = model if isinstance(model, ModelShape) else ModelShape.named(model)
         self.hardware, self.engine_name, self.precision, self.tp = hardware, engine, precision, tp
@@ -179,6 +86,8 @@ class Costs:
                 raise ValueError(f"hardware {hardware} has no FP8 tensor cores; nearest: precision 'bf16'")
         self.max_num_seqs = max_num_seqs or self.engine["max_num_seqs"]
         self.max_batched_tokens = self.engine["max_batched_tokens"]
+        self.memory_utilization = memory_utilization or self.engine["memory_utilization"]
+        self.reserve_full = self.engine["admission"] == "reserve"
         clock = fitted()["clock"][hardware] if self.hw.get("clock") == "fitted" else 1.0
         self._peak = {"bf16": self.hw["bf16_flops"] * clock, "fp8": self.hw["fp8_flops"] * clock}
         self._bw = self.hw["memory_bw"]
@@ -305,69 +214,78 @@ class Costs:
 
     # --- training --------------------------------------------------------------------------------------------------
 
-    def _training_layer_extra(self, m: float, fmt: str) -> float:
-        """FP8 operand casts of one layer's forward and backward: activations and gradients, and weights."""
+    def _cast_s(self, m: float) -> float:
+        """FP8 operand casts of one layer's forward and backward: activations, gradients and weights."""
+        t, fmt = constants()["training"], self.precision.train
         if fmt == "bf16":
             return 0.0
-        t = constants()["training"]
-        rows = sum(n + k for n, k in self.model.linears)
+        activations = m * sum(n + k for n, k in self.model.linears)
         weights = sum(n * k for n, k in self.model.linears)
-        return self.quantise_s(m * rows, t["quantise_bytes"][fmt]) + self.quantise_s(
+        return self.quantise_s(activations, t["quantise_bytes"][fmt]) + self.quantise_s(
             weights, t["weight_quantise_bytes"][fmt]
         )
 
-    def _forward_backward_s(self, m: float, length: float, recompute: str, backward: bool) -> float:
-        s, t, fmt = self.model, constants()["training"], self.precision.train
+    def _micro_s(self, m: float, length: float, recompute: str, backward: bool) -> float:
+        """Kernels of one micro-batch of m tokens through the whole model, forward or forward and backward."""
+        s, t, c, fmt = self.model, constants()["training"], constants()["elementwise"], self.precision.train
         forward = sum(self.gemm_s(m, n, k, fmt) for n, k in s.linears)
-        attention = self._attention_prefill_s(m, length) / s.layers
-        c = constants()["elementwise"]
+        attention = self.tp * self._attention_prefill_s(m, length) / s.layers
         moved = m * (c["norm_bytes"] * s.hidden + c["act_bytes"] * s.intermediate + c["qkv_bytes"] * s.linears[0][0])
-        elementwise = moved / (self._bw * c["memory_efficiency"])
+        elementwise = self.quantise_s(moved, 1)
         layer = forward + attention + elementwise
-        logits = self.quantise_s(m * s.vocab, 10) + self.gemm_s(m, s.vocab, s.hidden)
+        logits = self.gemm_s(m, s.vocab, s.hidden) + self.quantise_s(m * s.vocab, t["logits_bytes"]["value"])
         if not backward:
-            if fmt != "bf16":
-                layer += self.quantise_s(m * sum(k for _, k in s.linears), 3)
-            return s.layers * layer + logits
-        layer += sum(self.gemm_s(m, k, n, fmt) + self.gemm_s(n, k, m, fmt) for n, k in s.linears)
-        layer += attention * t["attention_backward"]["value"] + 2 * elementwise + self._training_layer_extra(m, fmt)
-        if recompute == "full":
-            layer += forward + attention + elementwise
-        elif recompute == "selective":
-            layer += t["selective_recompute"]["value"] * (forward + attention + elementwise)
-        logits += 2 * self.gemm_s(m, s.vocab, s.hidden) + self.quantise_s(m * s.vocab, 10)
-        return s.layers * layer + logits
+            casts = self.quantise_s(m * sum(k for _, k in s.linears), 3) if fmt != "bf16" else 0.0
+            return s.layers * (layer + casts) + logits
+        repeated = {"none": 0.0, "selective": t["selective_recompute"]["value"], "full": 1.0}[recompute] * layer
+        gradients = sum(self.gemm_s(m, k, n, fmt) + self.gemm_s(n, k, m, fmt) for n, k in s.linears)
+        gradients += attention * t["attention_backward"]["value"] + 2 * elementwise + self._cast_s(m)
+        return s.layers * (layer + repeated + gradients) + 3 * logits
 
-    def _gather_s(self, gpus: int, passes: int) -> float:
-        """FSDP traffic of one micro-batch on one GPU: `passes` weight gathers, and a gradient reduction if training."""
-        if gpus == 1:
+    def _gather_s(self, layout: TrainLayout, backward: bool) -> float:
+        """Weights gathered on one GPU for one pass over the model, and the gradients reduced when training."""
+        group = layout.shard or layout.gpus
+        if group == 1:
             return 0.0
         t, s = constants()["training"], self.model
         width = t["gather_bytes"][self.precision.train]
         gather = s.linear_params * width + 2 * (s.num_params - s.linear_params)
-        num_bytes = passes * gather + (2 * s.num_params if passes > 1 else 0)
-        bandwidth = self.hw["nvlink_bw"] if gpus <= 8 else self.hw["network_bw"] * min(8, gpus)
-        return num_bytes * (gpus - 1) / gpus / (bandwidth * t["network_efficiency"]["value"])
+        num_bytes = (2 * gather + 2 * s.num_params if backward else gather) / (layout.tensor * layout.pipeline)
+        bandwidth = self.hw["nvlink_bw"] if group <= 8 else self.hw["network_bw"] * 8
+        return num_bytes * (group - 1) / group / (bandwidth * t["network_efficiency"]["value"])
 
-    def _pass_s(self, tokens: float, length: float, gpus: int, recompute: str, backward: bool) -> float:
-        """A forward, or forward and backward, pass of one GPU over its `tokens`, communication included."""
+    def _tensor_parallel_s(self, m: float, layout: TrainLayout, passes: int) -> float:
+        """Two all-reduces of the activations a layer and pass, over NVLink."""
+        if layout.tensor == 1:
+            return 0.0
+        ring = 2 * (layout.tensor - 1) / layout.tensor
+        bandwidth = self.hw["nvlink_bw"] * constants()["training"]["network_efficiency"]["value"] / ring
+        return passes * self.model.layers * 2 * (2 * m * self.model.hidden) / bandwidth
+
+    def _pass_s(self, tokens: float, length: float, layout: TrainLayout, backward: bool) -> float:
+        """A pass of the busiest rank over its `tokens`. A rank is the `layout.split` GPUs that share its sequences."""
+        if not tokens:
+            return 0.0
         t = constants()["training"]
-        micro = max(1, math.ceil(tokens / t["micro_tokens"]["value"]))
+        micro = max(1, math.ceil(tokens / (layout.micro_tokens * layout.sequence)))
         m = math.ceil(tokens / micro)
-        overhead = fitted()["train_overhead"]
-        compute = overhead * self._forward_backward_s(m, length, recompute, backward)
-        comm = self._gather_s(gpus, 2 if backward else 1)
-        hidden = min(comm * t["overlap"]["value"], compute)
-        return micro * (compute + comm - hidden)
+        kernels = fitted()["train_overhead"] * self._micro_s(m, length, layout.recompute, backward) / layout.split
+        passes = (3 if layout.recompute == "full" else 2) if backward else 1
+        kernels += self._tensor_parallel_s(m, layout, passes) / layout.pipeline
+        if layout.kind == "megatron":  # weights stay; gradients and parameters travel once a step
+            comm, bubble = self._gather_s(layout, backward) / 2, (layout.pipeline - 1) * kernels
+            return micro * kernels + bubble + max(0.0, comm - t["overlap"]["value"] * micro * kernels)
+        comm = self._gather_s(layout, backward)
+        return micro * (kernels + comm - min(t["overlap"]["value"] * comm, kernels))
 
-    def logprob_s(self, tokens: float, length: float, gpus: int = 1) -> float:
-        """A log-probability pass; `tokens` are those of the busiest GPU, `length` their mean sequence length."""
-        return self._pass_s(tokens, length, gpus, "none", backward=False) if tokens else 0.0
+    def logprob_s(self, tokens: float, length: float, layout: TrainLayout) -> float:
+        """A log-probability pass; `tokens` are the busiest rank's, `length` the mean length its attention sees."""
+        return self._pass_s(tokens, length, layout, backward=False)
 
-    def train_step_s(self, tokens: float, length: float, gpus: int = 1, recompute: str = "full") -> float:
-        """An optimizer step; `tokens` are those of the busiest GPU."""
-        update = self.model.num_params * constants()["training"]["optimizer_bytes"]["value"] / gpus
-        return self._pass_s(tokens, length, gpus, recompute, backward=True) + self.quantise_s(update, 1)
+    def train_step_s(self, tokens: float, length: float, layout: TrainLayout) -> float:
+        """An optimizer step: forward, backward and AdamW on the sharded parameters."""
+        update = self.model.num_params * constants()["training"]["optimizer_bytes"]["value"]
+        return self._pass_s(tokens, length, layout, backward=True) + self.quantise_s(update / layout.gpus, 1)
 
     def transfer_s(self, gpus: int, colocated: bool) -> float:
         """New weights into every replica: quantise, then over NVLink (colocated) or the network (disaggregated)."""
@@ -380,20 +298,18 @@ class Costs:
 
 
 class UnitCosts:
-    """The training loop's normalised units (config.CostConfig): a decode step costs a + b x batch per accelerator, an
-    optimizer step is proportional to tokens / accelerators, and a weight update pauses generation."""
+    """The training loop's normalised units (clock.Units): one engine spread over `accelerators`, prompts free."""
 
     unit = "units"
-    tp = 1
-    max_batched_tokens = 0
+    context_s = 0.0
+    reserve_full = False
 
-    def __init__(self, cost, *, max_num_seqs: int | None = None):
-        self.cost = cost
-        self.max_num_seqs = max_num_seqs or 10**9
-        self.context_s = 0.0
+    def __init__(self, cost, accelerators: int, *, max_num_seqs: int):
+        self.units = Units(cost)
+        self.tp, self.max_num_seqs = accelerators, max_num_seqs
 
     def decode_step_s(self, batch: int, context_tokens: float) -> float:
-        return self.cost.decode_base + self.cost.decode_per_sequence * batch
+        return self.units.decode_step(batch, self.tp)
 
     def prefill_s(self, tokens: int, length: float) -> float:
         return 0.0
@@ -401,11 +317,11 @@ class UnitCosts:
     def kv_capacity(self) -> int:
         return 10**15
 
-    def logprob_s(self, tokens: float, length: float, gpus: int = 1) -> float:
+    def logprob_s(self, tokens: float, length: float, layout: TrainLayout) -> float:
         return 0.0
 
-    def train_step_s(self, tokens: float, length: float, gpus: int = 1, recompute: str = "full") -> float:
-        return self.cost.train_per_token * tokens
+    def train_step_s(self, tokens: float, length: float, layout: TrainLayout) -> float:
+        return self.units.train(tokens * layout.ranks, layout.gpus)
 
     def transfer_s(self, gpus: int, colocated: bool) -> float:
-        return self.cost.transfer
+        return self.units.transfer()

@@ -1,8 +1,9 @@
 """Fit the time model's efficiencies and write costs_data/fitted.yaml: `python -m jetrl_bench.costs_fit`.
 
 Reads kernel times measured by NVIDIA's AIConfigurator (kernels_*.csv, aic_step_times.csv; Apache-2.0, see NOTICE) and
-the targets of class `calibration`; never a target of another class. Dirty kernel rows are smoothed by one rule, the
-padding envelope: a matrix product of m rows costs no more than one of m' >= m rows, because it can be padded to it.
+the targets of class `calibration`; never a target of another class. Dirty kernel rows meet two rules: the padding
+envelope (a matrix product of m rows costs no more than one of m' >= m rows, because it can be padded to it), and
+attention rows that would need more than the datasheet's memory bandwidth are left out.
 
 `python -m jetrl_bench.costs_fit --export FOLDER` re-creates the kernel files from an unpacked aiconfigurator-core
 0.12.0 wheel (FOLDER/aiconfigurator_core/systems/data).
@@ -17,7 +18,8 @@ import pandas as pd
 import yaml
 from scipy.optimize import brentq, least_squares
 
-from . import costs, scenario
+from . import costs, validation
+from .shapes import DATA, Precision, constants
 
 SYSTEMS = {"a100_sxm": "A100", "h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
 VERSIONS = {
@@ -74,7 +76,7 @@ def export(folder: Path) -> None:
     for name, parts in (("gemm", gemm), ("attention", attention), ("all_reduce", reduce)):
         table = pd.concat(parts)
         order = ["system", "engine", *[c for c in table if c not in ("system", "engine", "us")], "us"]
-        table[order].round({"us": 3}).to_csv(costs.DATA / f"kernels_{name}.csv", index=False, lineterminator="\n")
+        table[order].round({"us": 3}).to_csv(DATA / f"kernels_{name}.csv", index=False, lineterminator="\n")
 
 
 def _robust(residual, start, bounds=(-np.inf, np.inf)):
@@ -107,7 +109,8 @@ def fit_gemm(table: pd.DataFrame, hw: dict, fmt: str) -> dict:
 def fit_decode_attention(table: pd.DataFrame, hw: dict, kv: str) -> dict:
     width = 1 if kv == "fp8" else 2
     num_bytes = (table["batch_size"] * table["length"] * table["kv_heads"]).to_numpy(float) * 256 * width
-    table, num_bytes = table[num_bytes > 4e6], num_bytes[num_bytes > 4e6]
+    possible = (num_bytes > 4e6) & (num_bytes / table["us"].to_numpy() * 1e6 < hw["memory_bw"])
+    table, num_bytes = table[possible], num_bytes[possible]
 
     def residual(p):
         return np.log((np.exp(p[0]) + num_bytes / (hw["memory_bw"] * p[1])) * 1e6 / table["us"].to_numpy())
@@ -136,10 +139,10 @@ def fit_all_reduce(table: pd.DataFrame) -> list[float]:
 
 
 def fit_kernels() -> dict:
-    gemm, attention = (pd.read_csv(costs.DATA / f"kernels_{name}.csv") for name in ("gemm", "attention"))
+    gemm, attention = (pd.read_csv(DATA / f"kernels_{name}.csv") for name in ("gemm", "attention"))
     out: dict = {}
     for (system, engine), table in gemm.groupby(["system", "engine"]):
-        hw = costs.constants()["hardware"][SYSTEMS[system]]
+        hw = constants()["hardware"][SYSTEMS[system]]
         entry = {fmt: fit_gemm(part, hw, fmt) for fmt, part in table.groupby("format")}
         mine = attention[(attention["system"] == system) & (attention["engine"] == engine)]
         decode = mine[mine["kind"] == "generation"]
@@ -158,7 +161,7 @@ def fit_kernels() -> dict:
 
 def step_rows() -> pd.DataFrame:
     """AIConfigurator's decode-step times with SGLang's kernels [ms], which contain no host time."""
-    table = pd.read_csv(costs.DATA / "aic_step_times.csv")
+    table = pd.read_csv(DATA / "aic_step_times.csv")
     return table[(table["backend"] == "sglang") & (table["mode"] == "static_gen")]
 
 
@@ -169,9 +172,7 @@ def modelled_steps(table: pd.DataFrame) -> np.ndarray:
     @functools.cache
     def price(model, system, tp, quant):
         linear, kv = formats[quant]
-        return costs.Costs(
-            model, SYSTEMS[system], tp=tp, engine="sglang", precision=costs.Precision(linear, "bf16", kv)
-        )
+        return costs.Costs(model, SYSTEMS[system], tp=tp, engine="sglang", precision=Precision(linear, "bf16", kv))
 
     rows = zip(*(table[c] for c in ("model", "system", "tp", "quant", "batch", "ctx")))
     out = []
@@ -198,19 +199,19 @@ def fit_host(calibration: list[dict]) -> list[float]:
     """[a, b]: a decode step spends a + b x batch seconds outside kernels (vLLM)."""
     rows = [t for t in calibration if t["kind"] == "decode_itl"]
     batch = np.array([t["batch"] for t in rows])
-    gap = np.array([t["published"] - scenario.predict(t).modelled for t in rows]) * 1e-3
+    gap = np.array([t["published"] - validation.predict(t).modelled for t in rows]) * 1e-3
     weight = 1 / np.array([t["published"] for t in rows])
     p, *_ = np.linalg.lstsq(np.stack([np.ones_like(batch), batch], 1) * weight[:, None], gap * weight, rcond=None)
     return [float(f"{max(0.0, value):.3g}") for value in p]
 
 
 def run() -> dict:
-    calibration = [t for t in scenario.targets() if t["class"] == "calibration"]
+    calibration = [t for t in validation.targets() if t["class"] == "calibration"]
     state = {
         "kernels": fit_kernels(),
         "all_reduce": {
             system: {int(n): fit_all_reduce(part) for n, part in table.groupby("num_gpus")}
-            for system, table in pd.read_csv(costs.DATA / "kernels_all_reduce.csv").groupby("system")
+            for system, table in pd.read_csv(DATA / "kernels_all_reduce.csv").groupby("system")
         },
         "elementwise": {"layer": 0.0, "quantise": 0.0},
         "host": {"vllm": [0.0, 0.0], "sglang": [0.0, 0.0], "trtllm": [0.0, 0.0]},
@@ -230,7 +231,7 @@ def run() -> dict:
 
         def error(value: float) -> float:
             place[last] = value
-            return float(np.mean([np.log(scenario.predict(by_id[i]).modelled / by_id[i]["published"]) for i in ids]))
+            return float(np.mean([np.log(validation.predict(by_id[i]).modelled / by_id[i]["published"]) for i in ids]))
 
         at_low, at_high = error(low), error(high)
         if at_low * at_high > 0:
@@ -245,7 +246,7 @@ def run() -> dict:
     def set_trtllm(value: float) -> float:
         state["host"]["trtllm"] = [value, value / 256]
         ids = ("trt-8b-128-128-h100", "trt-8b-128-4096-h100")
-        return float(np.mean([np.log(scenario.predict(by_id[i]).modelled / by_id[i]["published"]) for i in ids]))
+        return float(np.mean([np.log(validation.predict(by_id[i]).modelled / by_id[i]["published"]) for i in ids]))
 
     value = 0.0 if set_trtllm(0.0) <= 0 else brentq(set_trtllm, 0.0, 0.01, xtol=1e-6)
     state["host"]["trtllm"] = [float(f"{value:.3g}"), float(f"{value / 256:.3g}")]
@@ -260,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         export(args.export)
     state = run()
     header = "# Generated by `python -m jetrl_bench.costs_fit`; do not edit. SI units.\n"
-    (costs.DATA / "fitted.yaml").write_text(header + yaml.safe_dump(state, sort_keys=True))
+    (DATA / "fitted.yaml").write_text(header + yaml.safe_dump(state, sort_keys=True))
     print(f"decode-step tables reproduced with a median error of {100 * state['step_error']:.1f} %")
     for name in ("elementwise", "host", "train_overhead", "clock"):
         print(f"{name}: {state[name]}")

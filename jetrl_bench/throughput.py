@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import costs
+from .costs import Costs
 
 Utilisation = Callable[[float], float]
 
@@ -55,7 +55,7 @@ def rate_generation_draining(per_accelerator: int, limit: int, utilisation: Util
 
 def utilisation(hardware: str = "H100", n: int = 16384, k: int = 4096, fmt: str = "bf16") -> Utilisation:
     """U(h) of this project's kernel fit: share of peak of (h x k)(k x n), the best of padding by up to 64 rows."""
-    price = costs.Costs("Qwen2.5-7B", hardware, precision=costs.Precision())
+    price = Costs("Qwen2.5-7B", hardware)
     peak = price.hw["bf16_flops" if fmt == "bf16" else "fp8_flops"]
     largest = 4096
     times = np.array([price.gemm_s(h, n, k, fmt) for h in range(1, largest + 65)])
