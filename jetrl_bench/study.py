@@ -6,6 +6,7 @@ any other; what their framework did not log is None.
 """
 
 import gzip
+import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -188,6 +189,18 @@ class Study:
     experiments: dict[str, Records]
     config: configs.Config | None = None
 
+    @property
+    def runs(self) -> list[RunRecord]:
+        """Every run once, however many experiments share it."""
+        return list({run.folder: run for records in self.experiments.values() for run in records.runs}.values())
+
+    def config_hash(self) -> str | None:
+        """First 12 hex digits of the whole resolved configuration's SHA-256."""
+        if self.config is None:
+            return None
+        text = json.dumps(self.config.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
 
 def load(runs: Path, config: Path | None, partial: bool = False) -> Study:
     """Read the records of a config's selected experiments (or all under `runs`); refuse mixed sources.
@@ -221,9 +234,23 @@ def load(runs: Path, config: Path | None, partial: bool = False) -> Study:
             if folder not in cache:
                 cache[folder] = read(folder)
             arms.setdefault(method, []).append(cache[folder])
-        summaries = {method: suite.method(method).summary for method in arms}
+        summaries = {method: _summary(suite.method(method)) for method in arms}
         experiments[name] = _checked(Records(name, experiment.title, experiment.baseline, arms, summaries))
     return Study(experiments, suite)
+
+
+def _summary(method: configs.Method) -> str:
+    """The method's line, with the format's own name where it is not the usual FP8."""
+    return method.summary if method.flow.format == "e4m3" else method.summary.replace("FP8", method.flow.format)
+
+
+def source_note(study: Study, command: str) -> str:
+    """The line under every table and figure: records, commits (+: uncommitted changes), configuration, command."""
+    shas = sorted({sha for records in study.experiments.values() for sha in records.shas()})
+    hashed = study.config_hash()
+    config = f"configuration {hashed}" if hashed else "no configuration: every record found"
+    runs = len(study.runs)
+    return f"Source: {runs} runs, commit {', '.join(shas) or 'unknown'}; {config}; `python -m jetrl_bench {command}`."
 
 
 def find(root: Path) -> list[Path]:
