@@ -16,6 +16,8 @@ CONFIG ?=
 ARGS ?=
 SNAKEMAKE = $(BIN)/python -m snakemake --cores all $(if $(CONFIG),--configfile $(CONFIG)) $(ARGS)
 
+RECORDS := --runs results/runs --config results/config.json --partial
+
 .PHONY: run smoke test figures publish install
 .DEFAULT_GOAL := run
 
@@ -31,8 +33,8 @@ test: install
 	$(BIN)/python -m pytest $(ARGS)
 
 figures: install
-	$(BIN)/python -m jetrl_bench table all
-	$(BIN)/python -m jetrl_bench figure all
+	$(BIN)/python -m jetrl_bench table $(RECORDS) --scripted results/scripted --out results/tables
+	$(BIN)/python -m jetrl_bench figure $(RECORDS) --out results/figures
 
 publish: install
 	$(BIN)/python -m jetrl_bench publish

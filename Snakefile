@@ -9,6 +9,9 @@ from snakemake.utils import min_version
 min_version("9.18")
 
 
+report: "workflow/report/workflow.rst"
+
+
 configfile: Path(workflow.basedir) / "config" / "config.yaml"
 
 
@@ -37,3 +40,4 @@ rule all:
         rules.tables.output,
         rules.figures.output,
         rules.claims.output,
+        rules.speed.output,

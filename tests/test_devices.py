@@ -101,8 +101,6 @@ def test_doctor_with_data_names_what_is_missing(monkeypatch, tmp_path):
 def test_doctor_fails_on_a_configuration_this_machine_cannot_run(cli):
     gpu = ["--config", "config/config.yaml", "config/h100.yaml"]
     done = cli("doctor", *gpu, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
-        "doctor", "--config", "config/config.yaml", "config/h100.yaml", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1"
-    )
     assert done.returncode == 1
     assert "train.gpus 1 asks for a GPU" in done.stdout
     assert cli("doctor", "--config", "config/config.yaml", HF_HUB_OFFLINE="1").returncode == 0

@@ -13,6 +13,21 @@ rule evaluate_config:
         "printf '%s\\n' {params.text:q} > {output:q} 2> {log:q}"
 
 
+rule scripted:
+    input:
+        config=rules.evaluate_config.output,
+        data=rules.data.output,
+    output:
+        directory("results/scripted"),
+    log:
+        "logs/scripted.log",
+    priority: 70
+    conda:
+        "../envs/cpu.yaml"
+    shell:
+        "jetrl_bench evaluate --scripted {output:q} --config {input.config:q} --data data > {log:q} 2>&1"
+
+
 rule evaluate_base:
     input:
         config=rules.evaluate_config.output,

@@ -18,15 +18,22 @@ rule tables:
         config=rules.study_config.output,
         records=records("manifest.json", "train.jsonl", "timing.jsonl"),
         evaluations=evaluations(RUNS.values()),
-        speed=rules.speed.output,
+        scripted=rules.scripted.output,
     output:
-        directory("results/tables"),
+        report(
+            directory("results/tables"),
+            patterns=["{name}.md"],
+            caption="../report/tables.rst",
+            category="Tables",
+            labels={"table": "{name}"},
+        ),
     log:
         "logs/tables.log",
     conda:
         "../envs/cpu.yaml"
     shell:
-        "jetrl_bench table all --config {input.config:q} --runs results/runs --out {output:q} > {log:q} 2>&1"
+        "jetrl_bench table --config {input.config:q} --runs results/runs --scripted {input.scripted:q}"
+        " --out {output:q} > {log:q} 2>&1"
 
 
 rule figures:
@@ -35,13 +42,19 @@ rule figures:
         records=records("manifest.json", "train.jsonl"),
         evaluations=evaluations(RUNS.values()),
     output:
-        directory("results/figures"),
+        report(
+            directory("results/figures"),
+            patterns=["{name}.svg"],
+            caption="../report/figures.rst",
+            category="Figures",
+            labels={"figure": "{name}"},
+        ),
     log:
         "logs/figures.log",
     conda:
         "../envs/cpu.yaml"
     shell:
-        "jetrl_bench figure all --config {input.config:q} --runs results/runs --out {output:q} > {log:q} 2>&1"
+        "jetrl_bench figure --config {input.config:q} --runs results/runs --out {output:q} > {log:q} 2>&1"
 
 
 rule claims:
@@ -51,11 +64,16 @@ rule claims:
         records=records("manifest.json", "train.jsonl"),
         evaluations=evaluations(RUNS.values()),
     output:
-        "results/claims.json",
+        report(
+            directory("results/claims"),
+            patterns=["{name}.md"],
+            caption="../report/claims.rst",
+            category="Claims",
+        ),
     log:
         "logs/claims.log",
     conda:
         "../envs/cpu.yaml"
     shell:
-        "jetrl_bench claims {input.claims:q} --config {input.config:q} --runs results/runs"
+        "jetrl_bench claims --claims {input.claims:q} --config {input.config:q} --runs results/runs"
         " --out {output:q} > {log:q} 2>&1"
