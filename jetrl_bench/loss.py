@@ -196,7 +196,7 @@ def _group_mean(rewards_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor,
 
 
 def advantages(rewards_B: Tensor, group_ids_B: Tensor, mode: str) -> Tensor:
-    """Group baseline: r - mean (center), that over std with n - 1 (center_scale), r - mean of the others (leave_one_out).
+    """Group baseline: r - mean (center), over std with n - 1 (center_scale), r - mean of the others (leave_one_out).
 
     Groups are found by id, never by stride, so their members may come in any order and number. A group whose rewards
     are all equal (a group of one included) has advantage exactly 0, whatever rounding does to its mean.

@@ -17,9 +17,11 @@ The vocabulary is byte level (ids 0 to 255 are UTF-8 bytes, so any text has a pr
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -270,3 +272,31 @@ def make_task(config: TaskConfig, tokenizer=None) -> Task:
 
     eos = tokenizer.eos_token_id
     return ArithmeticTask(config, encode_raw, tokenizer.decode, eos if isinstance(eos, list | tuple) else (eos,))
+
+
+class _Tokenizer:
+    """A tokenizer.json read with `tokenizers`, in the shape that make_task expects."""
+
+    def __init__(self, folder: Path):
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        ids: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            if (folder / name).exists():
+                eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+                ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not ids:
+            raise ValueError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id")
+        self.eos_token_id = list(dict.fromkeys(ids))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
+
+
+def load_tokenizer(folder: Path) -> _Tokenizer | None:
+    """The tokenizer that stands in a checkpoint folder, None where the checkpoint uses the byte-level vocabulary."""
+    return _Tokenizer(Path(folder)) if (Path(folder) / "tokenizer.json").exists() else None
