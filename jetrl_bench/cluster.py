@@ -53,9 +53,9 @@ class _Replica:
         return len(self.waiting) + len(self.running)
 
     def add(self, sequence: _Sequence) -> None:
-        if sequence.prompt + sequence.left > self.capacity:
+        if sequence.prompt + sequence.done + sequence.left > self.capacity:
             raise ValueError(
-                f"a sequence of {sequence.prompt + sequence.left} tokens exceeds the KV cache of {self.capacity} tokens"
+                f"a sequence of {sequence.prompt + sequence.done + sequence.left} tokens exceeds the KV cache of {self.capacity} tokens"
             )
         self.waiting.append(sequence)
         if self.wake is not None and not self.wake.triggered:
@@ -191,7 +191,8 @@ class _Run:
         generation = schedule.generation_gpus or schedule.gpus
         if generation % costs.tp:
             raise ValueError(f"tp {costs.tp} does not divide the {generation} generation GPUs")
-        self.result = Result(costs.unit, schedule.gpus, steps, schedule.samples_per_update)
+        per_rollout = 1 if schedule.kind == "inflight" else schedule.updates_per_rollout
+        self.result = Result(costs.unit, schedule.gpus, steps, schedule.samples_per_update, per_rollout)
         self.result.generation_gpus, self.result.training_gpus = generation, schedule.training_gpus
         self.replicas = [_Replica(self, i) for i in range(generation // costs.tp)]
         self.version = 0
@@ -209,6 +210,19 @@ class _Run:
 
     def phase(self, name: str, seconds: float) -> None:
         self.result.phases[name] = self.result.phases.get(name, 0.0) + seconds
+
+    def fill_stationary(self) -> None:
+        """Start in the middle of a long run: each slot holds a sequence met at a random moment of its generation."""
+        count = self.slots * len(self.replicas)
+        pool = self.lengths.draw(self.rng, max(4096, count))
+        lengths = self.rng.choice(pool, count, p=pool / pool.sum())  # a longer sequence is met more often
+        ages = np.floor(self.rng.random(count) * lengths).astype(np.int64)
+        for i, (length, age) in enumerate(zip(lengths.tolist(), ages.tolist())):
+            self.serial += 1
+            sequence = _Sequence(self.prompt, length - age, self.serial)
+            sequence.done = age
+            self.replicas[i % len(self.replicas)].add(sequence)
+        self.in_flight = count
 
     def new_sequence(self) -> _Sequence:
         if not self.lengths_buffer:
@@ -361,7 +375,10 @@ class _Run:
 
     def inflight(self):
         env, schedule = self.env, self.schedule
-        self._refill(self.replicas)
+        if schedule.start == "stationary":
+            self.fill_stationary()
+        else:
+            self._refill(self.replicas)
         while self.version < self.num_updates:
             start = env.now
             batch = yield from self.take(schedule.samples_per_update)
@@ -393,6 +410,10 @@ def simulate(
     """Run `optimizer_steps` of a schedule; `trace` keeps the time line (for figures)."""
     if optimizer_steps < 1:
         raise ValueError(f"optimizer_steps {optimizer_steps} must be at least 1")
+    if schedule.kind != "inflight" and optimizer_steps % schedule.updates_per_rollout:
+        raise ValueError(
+            f"optimizer_steps {optimizer_steps} is not a multiple of updates_per_rollout {schedule.updates_per_rollout}"
+        )
     run = _Run(costs, lengths, schedule, prompt, optimizer_steps, seed, trace)
     for replica in run.replicas:
         run.env.process(replica.process())
@@ -417,9 +438,10 @@ def generate(costs, lengths: Lengths, *, replicas: int, sequences: int, prompt: 
 
 
 def best_split(costs, lengths: Lengths, schedule: Schedule, *, max_lag: int | None = None, **kwargs):
-    """The number of generation GPUs with the shortest steady step, and its result; a coarse grid, then its neighbours.
+    """(generation GPUs, result) of the split with the shortest steady step.
 
-    With `max_lag` (optimizer steps) only runs whose largest token lag stays within it are considered.
+    The half-and-half split tells how busy each side is, the busy shares give the balanced split, and a walk with
+    shrinking strides ends where no neighbour is faster. With `max_lag` (optimizer steps) runs that exceed it are out.
     """
     split = schedule.layout.split
     options = [g for g in range(costs.tp, schedule.gpus, costs.tp) if (schedule.gpus - g) % split == 0]
@@ -427,23 +449,27 @@ def best_split(costs, lengths: Lengths, schedule: Schedule, *, max_lag: int | No
         raise ValueError(f"no split of {schedule.gpus} GPUs fits tp {costs.tp} and a training rank of {split}")
     seen: dict[int, Result] = {}
 
-    def score(generation: int) -> float:
-        if generation not in seen:
-            seen[generation] = simulate(costs, lengths, replace(schedule, generation_gpus=generation), **kwargs)
-        result = seen[generation]
-        if max_lag is not None and result.lag()["max"] > max_lag:
+    def score(i: int) -> float:
+        if not 0 <= i < len(options):
             return math.inf
-        return result.steady_step
+        if i not in seen:
+            seen[i] = simulate(costs, lengths, replace(schedule, generation_gpus=options[i]), **kwargs)
+        if max_lag is not None and seen[i].lag()["max"] > max_lag:
+            return math.inf
+        return seen[i].steady_step
 
-    low, high = 0, len(options) - 1
-    while high - low > 3:
-        grid = sorted({round(low + (high - low) * i / 4) for i in range(5)})
-        best = min(grid, key=lambda i: score(options[i]))
-        at = grid.index(best)
-        low, high = grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)]
-        if (low, high) == (grid[0], grid[-1]):
-            break
-    best = min(options[low : high + 1], key=score)
+    best = len(options) // 2
+    score(best)
+    work_generation = seen[best].generation_busy * options[best]
+    work_training = seen[best].training_busy * (schedule.gpus - options[best])
+    balanced = schedule.gpus * work_generation / (work_generation + work_training)
+    best = min(best, min(range(len(options)), key=lambda i: abs(options[i] - balanced)), key=score)
+    stride = max(1, len(options) // 8)
+    while stride:
+        near = min((best - stride, best, best + stride), key=score)
+        if near == best:
+            stride //= 2
+        best = near
     if math.isinf(score(best)):
         raise ValueError(f"no split keeps the lag within {max_lag} optimizer steps")
-    return best, seen[best]
+    return options[best], seen[best]

@@ -80,6 +80,8 @@ class ScheduleSettings(_Strict):
     """Bound on lag in optimizer steps (inflight): the trainer stalls rather than exceed it."""
     updates_per_sync: int = Field(1, ge=1)
     """Optimizer steps between two weight updates (inflight)."""
+    start: Literal["cold", "stationary"] = "stationary"
+    """inflight: begin with empty slots, or in the middle of a long run (step times without the start-up bubble)."""
     logprob_passes: int = Field(1, ge=0)
     """Log-probability passes of the trainer once per batch: proximal, and reference where there is a KL term."""
     train: TrainSettings = TrainSettings()
@@ -217,7 +219,9 @@ def run_arm(scenario: Scenario, name: str, *, length_scale: float = 1.0, train_s
     if search:
         values["generation_gpus"] = cost.tp
     schedule = Schedule(gpus=scenario.gpus, **values)
-    run = {"prompt": scenario.lengths.prompt, "optimizer_steps": scenario.optimizer_steps, "seed": scenario.seed}
+    whole = 1 if settings.kind == "inflight" else settings.updates_per_rollout
+    steps = math.ceil(scenario.optimizer_steps / whole) * whole  # whole rollout batches
+    run = {"prompt": scenario.lengths.prompt, "optimizer_steps": steps, "seed": scenario.seed}
     if search:
         generation, result = best_split(price, lengths, schedule, max_lag=settings.max_lag, **run)
         schedule = replace(schedule, generation_gpus=generation)
@@ -237,7 +241,7 @@ def summary(result: Result, cost: Costs, schedule: Schedule, lengths: Lengths) -
         "gpus": schedule.gpus,
         "generation_gpus": result.generation_gpus,
         "training_gpus": result.training_gpus,
-        "step_s": result.steady_step if schedule.kind == "inflight" else result.step,
+        "step_s": result.step if schedule.kind == "conventional" else result.steady_step,
         "phases_s": {name: seconds / steps for name, seconds in sorted(result.phases.items())},
         "tokens_per_s_per_gpu": result.tokens_per_gpu,
         "generation_utilisation": result.generation_busy / result.total,

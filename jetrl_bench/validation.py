@@ -156,6 +156,7 @@ def _verl(gpus: int) -> tuple[Result, Result]:
         updates_per_sync=r["updates"],
         logprob_passes=0,
         train=VERL_TRAIN,
+        start="stationary",
     )
     stale = simulate(cost, lengths, asynchronous, optimizer_steps=5 * r["updates"], **run)
     return sync, stale
@@ -230,7 +231,7 @@ def _pipelinerl_2x(t: dict) -> Prediction:
     for mean in (1500, 3000):
         lengths = Lengths(mean=mean, cv=0.8, cap=8192)
         base = Schedule("conventional", 128, 1024, updates_per_rollout=32)
-        pipe = Schedule("inflight", 128, 1024, generation_gpus=48, slots=64)
+        pipe = Schedule("inflight", 128, 1024, generation_gpus=48, slots=64, start="stationary")
         conventional = simulate(cost, lengths, base, prompt=256, optimizer_steps=32).step
         values.append(conventional / simulate(cost, lengths, pipe, prompt=256, optimizer_steps=20).steady_step)
     return _grid(values, "mean 1.5k and 3k of 8k; equal hardware, both arms simulated")

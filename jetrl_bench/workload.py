@@ -52,7 +52,11 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who generates and trains when. Counts are GPUs and sequences; `max_lag` is in optimizer steps."""
+    """Who generates and trains when. Counts are GPUs and sequences; `max_lag` is in optimizer steps.
+
+    `start` of an in-flight run: cold begins with empty slots (a bubble, then short sequences first); stationary begins
+    in the middle of a long run, which is what a step time should be taken from.
+    """
 
     kind: Literal["conventional", "concurrent", "inflight"]
     gpus: int
@@ -65,6 +69,7 @@ class Schedule:
     logprob_passes: int = 1
     train: dict = field(default_factory=dict)
     balance: Literal["longest_first", "ideal"] = "longest_first"
+    start: Literal["cold", "stationary"] = "cold"
 
     def __post_init__(self):
         if self.kind == "conventional":
@@ -92,6 +97,7 @@ class Result:
     gpus: int
     optimizer_steps: int
     samples_per_update: int
+    updates_per_rollout: int = 1
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
@@ -117,9 +123,12 @@ class Result:
 
     @property
     def steady_step(self) -> float:
-        """Mean time of an optimizer step after the first quarter of the run (the start-up bubble left out)."""
-        skip = len(self.completed) // 4
-        return (self.completed[-1] - self.completed[skip]) / (len(self.completed) - 1 - skip)
+        """Mean time of an optimizer step between rollout batches, the first quarter of the run left out."""
+        ends = self.completed[self.updates_per_rollout - 1 :: self.updates_per_rollout]
+        skip = len(ends) // 4
+        if len(ends) - skip < 2:
+            return self.step
+        return (ends[-1] - ends[skip]) / (len(ends) - 1 - skip) / self.updates_per_rollout
 
     def lag(self) -> dict[str, float]:
         """Mean, 95th percentile and maximum lag of a trained token, in optimizer steps."""
