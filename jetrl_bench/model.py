@@ -523,10 +523,18 @@ def save_hf(
     folder.mkdir(parents=True, exist_ok=True)
     state = {n: p.detach().to(dtype).contiguous() for n, p in model.named_parameters()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = hf_config(cfg, model.vocab_size, dtype=dtype, eos_token_id=eos_token_id)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def hf_config(
+    cfg: ModelConfig, vocab_size: int, *, dtype: torch.dtype = torch.float32, eos_token_id: int | None = None
+) -> dict:
+    """What stands in a Hugging Face config.json."""
     config = {
         "architectures": [ARCHITECTURES[cfg.arch]],
         "model_type": cfg.arch,
-        "vocab_size": model.vocab_size,
+        "vocab_size": vocab_size,
         "hidden_size": cfg.hidden_size,
         "intermediate_size": cfg.intermediate_size,
         "num_hidden_layers": cfg.num_layers,
@@ -547,7 +555,7 @@ def save_hf(
         config |= {"attention_bias": False, "mlp_bias": False}
     if cfg.arch == "qwen3":
         config |= {"attention_bias": False}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return config
 
 
 def load_hf(folder: Path | str) -> tuple[ModelConfig, int, dict[str, torch.Tensor]]:
