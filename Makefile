@@ -24,7 +24,7 @@ RECORDS := --runs results/runs --config results/config.json --partial
 run: install
 	@$(BIN)/python -m jetrl_bench unlock
 	$(SNAKEMAKE)
-	@$(BIN)/python -m jetrl_bench data --missing
+	@$(BIN)/python -m jetrl_bench doctor --absent data
 
 smoke: CONFIG := config/smoke.yaml
 smoke: run

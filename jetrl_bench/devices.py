@@ -4,6 +4,7 @@ Nothing here imports vllm or transformer_engine: their versions are read from th
 """
 
 import argparse
+import json
 import os
 import platform
 import shutil
@@ -217,12 +218,28 @@ def _dotted(parts: tuple[int, ...]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--absent", type=Path, metavar="DATA", help="only say what a run could not evaluate, and why")
     parser.add_argument(
         "--config", nargs="+", metavar="FILE", help="can this machine run what these select? else exit 1"
     )
 
 
+def absent_data(folder: Path) -> Iterator[str]:
+    """After a run: a line for every benchmark that was not evaluated, and one that says what to do."""
+    status = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+    absent = [s for s in status if s.get("status") == "absent"]
+    for s in absent:
+        yield f"{s['name']}: not evaluated: {s['reason']}"
+    if absent:
+        names = " and ".join(f"{s['data_set']}.jsonl" for s in absent)
+        yield f"To evaluate: set JETRL_DATA_DIR to a folder with {names}, then run again; nothing is trained again."
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.absent:
+        for line in absent_data(args.absent):
+            print(line)
+        return 0
     for finding in findings():
         print(f"{'ok' if finding.ok else 'missing':8} {finding.name:19} {finding.text}")
     lines = missing_for(load(args.config)) if args.config else []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jetrl_bench import record
 from jetrl_bench.config import Config, RunSettings, load, validate
+from jetrl_bench.data import data_set
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ def from_snakemake(config: dict, files: list[str]) -> Config:
 
 
 def found_data(folder: str | None, names: list[str]) -> dict[str, str]:
-    """name -> SHA-256 of `<folder>/<name>.jsonl`, or "absent"; a parameter of rule data."""
+    """name -> SHA-256 of the file that `folder` holds for it, or "absent"; a parameter of rule data."""
     out = {}
     for name in names:
-        path = Path(folder) / f"{name}.jsonl" if folder else None
+        path = Path(folder) / f"{data_set(name).name}.jsonl" if folder else None
         out[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path and path.is_file() else "absent"
     return out
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jetrl_bench import config as configs
 from jetrl_bench import stats
+from jetrl_bench.evaluate import inference_flow
 from jetrl_bench.importers import ImportedManifest, ImportedRow, read_import
 from jetrl_bench.record import FLOWS, Manifest, SampleRow, StepRow, TimingRow, read_rows, read_run
 
@@ -138,16 +139,10 @@ class RunRecord:
 
 def coinciding(settings: dict, flow: str) -> list[str]:
     """Flows that are the same computation as `flow` under these settings, itself first."""
-    method = settings.get("method") or {}
-    precision = method.get("flow")
+    precision = (settings.get("method") or {}).get("flow")
     if precision is None:
         return [flow]
-    bf16 = {"rollout": "bf16", "kv": "bf16", "head": "bf16"}
-    head = "bf16" if precision["lm_head"] == "bf16" else precision["lm_head"]
-    rollout = {"rollout": precision["rollout"], "kv": precision["kv_cache"], "head": head}
-    unified = precision["train"] == precision["rollout"] and precision["rollout_rule"] == precision["train_rule"]
-    train = rollout if unified else {**bf16, "rollout": precision["train"], "head": head}
-    same = {"deployment": rollout, "training": train, "bf16": {**bf16, "head": head}}
+    same = {name: inference_flow(configs.FlowConfig.model_validate(precision), name) for name in FLOWS}
     return [flow, *(other for other in FLOWS if other != flow and same[other] == same[flow])]
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from jetrl_bench import config as configs
-from jetrl_bench import locks, plan
+from jetrl_bench import figures, locks, plan, tables
 
 ROOT = Path(__file__).parent.parent
 SMOKE = ROOT / "config" / "smoke.yaml"
@@ -126,8 +126,13 @@ def finished(suite) -> Path:
         _stand_in(suite / "results" / "bases" / f"{run.base}.evaluated")
     for name in config.evaluate.benchmarks:
         _stand_in(suite / "data" / f"{name}.json")
-    for name in ("tables", "figures", "claims", "scripted"):
-        _stand_in(suite / "results" / name / "x.md")
+    for name in [*tables.BUILDERS, "claims"]:
+        for kind in ("md", "csv", "tex"):
+            _stand_in(suite / "results" / "tables" / f"{name}.{kind}")
+    for name in figures.BUILDERS:
+        for kind in ("pdf", "svg", "png", "csv"):
+            _stand_in(suite / "results" / "figures" / f"{name}.{kind}")
+    _stand_in(suite / "results" / "scripted" / "gold" / "aime_2024.jsonl")
     _stand_in(suite / "results" / "speed.json")
     done = snakemake(suite, *smoke, "--touch", "--forceall")
     assert done.returncode == 0, done.stderr

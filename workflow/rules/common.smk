@@ -16,13 +16,28 @@ METHODS = list(dict.fromkeys(run.method for run in RUNS.values()))
 BASES = list(dict.fromkeys(run.base for run in RUNS.values()))
 BENCHMARKS = list(CONFIG.evaluate.benchmarks)
 GPUS = CONFIG.train.gpus
+TABLES = [
+    "accuracy",
+    "mismatch",
+    "ess",
+    "collapse",
+    "speed_measured",
+    "time_modelled",
+    "inflight",
+    "lag",
+    "plumbing",
+    "headline",
+]
+FIGURES = ["reward", "mismatch", "dose", "lag"]
 RUN = "results/runs/{method}/seed{seed}-{digest}"
 
 # `jetrl_bench VERB` in a rule: the interpreter that runs Snakemake (no activated shell is needed), or the conda one.
 python = shlex.quote(sys.executable)
 if DeploymentMethod.CONDA in workflow.deployment_settings.deployment_method:
     python = f"PYTHONPATH={shlex.quote(str(workflow.basedir))} python"
-command = f'set -euo pipefail; jetrl_bench() {{ {python} -m jetrl_bench "$@"; }}; '
+command = (
+    f'set -euo pipefail; export JETRL_THREADS="$OMP_NUM_THREADS"; jetrl_bench() {{ {python} -m jetrl_bench "$@"; }}; '
+)
 shell.prefix(command.replace("{", "{{").replace("}", "}}"))
 
 # Whoever may take Snakemake's lock is on record before taking it, so that a dead owner can be told from a live one.

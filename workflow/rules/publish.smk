@@ -21,19 +21,18 @@ rule tables:
         scripted=rules.scripted.output,
     output:
         report(
-            directory("results/tables"),
-            patterns=["{name}.md"],
+            expand("results/tables/{name}.md", name=TABLES),
             caption="../report/tables.rst",
             category="Tables",
-            labels={"table": "{name}"},
         ),
+        expand("results/tables/{name}.{kind}", name=TABLES, kind=["csv", "tex"]),
     log:
         "logs/tables.log",
     conda:
         "../envs/cpu.yaml"
     shell:
         "jetrl_bench table --config {input.config:q} --runs results/runs --scripted {input.scripted:q}"
-        " --out {output:q} > {log:q} 2>&1"
+        " --out results/tables > {log:q} 2>&1"
 
 
 rule figures:
@@ -43,18 +42,17 @@ rule figures:
         evaluations=evaluations(RUNS.values()),
     output:
         report(
-            directory("results/figures"),
-            patterns=["{name}.svg"],
+            expand("results/figures/{name}.svg", name=FIGURES),
             caption="../report/figures.rst",
             category="Figures",
-            labels={"figure": "{name}"},
         ),
+        expand("results/figures/{name}.{kind}", name=FIGURES, kind=["pdf", "png", "csv"]),
     log:
         "logs/figures.log",
     conda:
         "../envs/cpu.yaml"
     shell:
-        "jetrl_bench figure --config {input.config:q} --runs results/runs --out {output:q} > {log:q} 2>&1"
+        "jetrl_bench figure --config {input.config:q} --runs results/runs --out results/figures > {log:q} 2>&1"
 
 
 rule claims:
@@ -64,16 +62,12 @@ rule claims:
         records=records("manifest.json", "train.jsonl"),
         evaluations=evaluations(RUNS.values()),
     output:
-        report(
-            directory("results/claims"),
-            patterns=["{name}.md"],
-            caption="../report/claims.rst",
-            category="Claims",
-        ),
+        report("results/tables/claims.md", caption="../report/claims.rst", category="Claims"),
+        expand("results/tables/claims.{kind}", kind=["csv", "tex"]),
     log:
         "logs/claims.log",
     conda:
         "../envs/cpu.yaml"
     shell:
         "jetrl_bench claims --claims {input.claims:q} --config {input.config:q} --runs results/runs"
-        " --out {output:q} > {log:q} 2>&1"
+        " --out results/tables > {log:q} 2>&1"
