@@ -31,12 +31,15 @@ TABLES = [
 FIGURES = ["reward", "mismatch", "dose", "lag"]
 RUN = "results/runs/{method}/seed{seed}-{digest}"
 
-# `jetrl_bench VERB` in a rule: the interpreter that runs Snakemake (no activated shell is needed), or the conda one.
-python = shlex.quote(sys.executable)
+# `jetrl_bench VERB` in a rule is this checkout's package, by the interpreter that runs Snakemake (no activated shell is
+# needed) or the conda environment's, with as many torch threads as the rule has.
+python = sys.executable
 if DeploymentMethod.CONDA in workflow.deployment_settings.deployment_method:
-    python = f"PYTHONPATH={shlex.quote(str(workflow.basedir))} python"
+    python = "python"
 command = (
-    f'set -euo pipefail; export JETRL_THREADS="$OMP_NUM_THREADS"; jetrl_bench() {{ {python} -m jetrl_bench "$@"; }}; '
+    'set -euo pipefail; export JETRL_THREADS="$OMP_NUM_THREADS";'
+    f" export PYTHONPATH={shlex.quote(str(workflow.basedir))}:${{PYTHONPATH:-}};"
+    f' jetrl_bench() {{ {shlex.quote(python)} -m jetrl_bench "$@"; }}; '
 )
 shell.prefix(command.replace("{", "{{").replace("}", "}}"))
 
