@@ -201,6 +201,8 @@ def verify_many(pairs: Sequence[tuple[str, str, str | None]], rule: Rule, pool: 
         gold, completion, reason = triple
         return verify(gold, completion, extractor=rule.extractor, kind=rule.kind, finish_reason=reason, pool=pool)
 
+    if len(pairs) < 2:
+        return [one(triple) for triple in pairs]
     with ThreadPoolExecutor(pool.size) as executor:
         return list(executor.map(one, pairs))
 
