@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ import yaml
 from jetrl_bench import benchmarks, data
 from jetrl_bench.config import EvaluateConfig
 from jetrl_bench.record import SampleRow
-from jetrl_bench.verify import RULES, grader_version
+from jetrl_bench.verify import RULES, grader_version, verify
 
 TASKS = Path(benchmarks.__file__).parent / "lm_eval_tasks"
 URL = "https://example.org/2024_AIME_I_Problems/Problem_{}"
@@ -231,6 +233,14 @@ def test_bad_data_stop_before_a_model_runs(small_data, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="gold_unparsable: 3 of 3.*2024-I-1"):
         evaluate(script, empty)
     assert script.calls == []
+
+
+def test_one_antlr_and_no_hydra(repository):
+    """lm-eval's mathematics tasks assert antlr 4.11, hydra wants 4.9, and math-verify must parse with what is there."""
+    assert metadata.version("antlr4-python3-runtime").startswith("4.11.")
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    assert not [name for name in project["dependencies"] if name.startswith(("hydra", "omegaconf", "antlr4"))]
+    assert verify(r"\cot x", r"\boxed{\frac{\cos x}{\sin x}}").status == "correct"
 
 
 NO_NETWORK = """
