@@ -7,6 +7,7 @@ renders from results/reference/runs. `diff A B` (diff.py) compares what must be 
 """
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from jetrl_bench import config as configs
@@ -67,6 +68,7 @@ def publish(
     figure_folder: Path,
     out: Path,
     scripted: Path | None = None,
+    speed: Sequence[Path] = (),
     allow_absent: bool = False,
 ) -> int:
     """Write OUT (replacing it when everything has been checked) and return its size in bytes."""
@@ -91,6 +93,8 @@ def publish(
     if scripted is not None:
         for folder in sorted(path for path in Path(scripted).iterdir() if path.is_dir()):
             _copy_flat(folder, fresh / "scripted" / folder.name)
+    for path in speed:
+        shutil.copyfile(path, fresh / Path(path).name)
     size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if size > LIMIT_BYTES:
         shutil.rmtree(fresh)
@@ -110,16 +114,22 @@ def _copy_flat(source: Path, out: Path) -> None:
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--runs", type=Path, required=True, help="folder of records")
-    parser.add_argument("--config", type=Path, required=True, help="resolved config that selects the runs")
-    parser.add_argument("--tables", type=Path, required=True)
-    parser.add_argument("--figures", type=Path, required=True)
-    parser.add_argument("--scripted", type=Path, help="answers of the scripted models")
-    parser.add_argument("--out", type=Path, default=Path("results/reference"))
+    results = Path("results")
+    parser.add_argument("--runs", type=Path, default=results / "runs", help="folder of records")
+    parser.add_argument(
+        "--config", type=Path, default=results / "config.json", help="resolved config: selects the runs"
+    )
+    parser.add_argument("--tables", type=Path, default=results / "tables")
+    parser.add_argument("--figures", type=Path, default=results / "figures")
+    parser.add_argument("--scripted", type=Path, default=results / "scripted", help="answers of the scripted models")
+    parser.add_argument("--speed", type=Path, nargs="*", default=[], help="measured speed reports to take along")
+    parser.add_argument("--out", type=Path, default=results / "reference")
     parser.add_argument("--allow-absent", action="store_true", help="publish although a benchmark has no data")
 
 
 def run(args) -> int:
-    size = publish(args.runs, args.config, args.tables, args.figures, args.out, args.scripted, args.allow_absent)
+    size = publish(
+        args.runs, args.config, args.tables, args.figures, args.out, args.scripted, args.speed, args.allow_absent
+    )
     print(f"{args.out}: {size / 1e6:.2f} MB")
     return 0

@@ -17,6 +17,7 @@ import numpy as np
 from jetrl_bench import config as configs
 from jetrl_bench import stats
 from jetrl_bench.evaluate import inference_flow
+from jetrl_bench.evaluate import inference_flow
 from jetrl_bench.importers import ImportedManifest, ImportedRow, read_import
 from jetrl_bench.record import FLOWS, Manifest, SampleRow, StepRow, TimingRow, read_rows, read_run
 
@@ -138,12 +139,12 @@ class RunRecord:
 
 
 def coinciding(settings: dict, flow: str) -> list[str]:
-    """Flows that are the same computation as `flow` under these settings, itself first."""
+    """Flows that are the same computation as `flow` under these settings (evaluate.py decides), itself first."""
     precision = (settings.get("method") or {}).get("flow")
     if precision is None:
         return [flow]
-    same = {name: inference_flow(configs.FlowConfig.model_validate(precision), name) for name in FLOWS}
-    return [flow, *(other for other in FLOWS if other != flow and same[other] == same[flow])]
+    own = configs.FlowConfig(**precision)
+    return [flow, *(f for f in FLOWS if f != flow and inference_flow(own, f) == inference_flow(own, flow))]
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,18 @@ def test_flows_that_coincide_are_found_once_evaluated(loaded):
     assert study.coinciding(settings, "deployment") == ["deployment"]
 
 
+def test_unified_flows_coincide_and_mixed_rules_do_not():
+    from jetrl_bench.config import FlowConfig
+
+    def same(flow, name):
+        return study.coinciding({"method": {"flow": FlowConfig(**flow).model_dump()}}, name)
+
+    assert same({"rollout": "fp8", "train": "fp8", "train_kernels": "other"}, "training") == ["training", "deployment"]
+    assert same({"rollout": "fp8", "train": "fp8", "train_rule": "te"}, "training") == ["training"]
+    assert same({}, "bf16") == ["bf16", "deployment", "training"]
+    assert study.coinciding({}, "training") == ["training"]
+
+
 def test_mismatch_means_and_maximum(loaded):
     table = tables.mismatch(loaded)
     runs = loaded.experiments["precision"].arms["fp8_rollout"]
