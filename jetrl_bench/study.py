@@ -17,7 +17,6 @@ import numpy as np
 from jetrl_bench import config as configs
 from jetrl_bench import stats
 from jetrl_bench.evaluate import inference_flow
-from jetrl_bench.evaluate import inference_flow
 from jetrl_bench.importers import ImportedManifest, ImportedRow, read_import
 from jetrl_bench.record import FLOWS, Manifest, SampleRow, StepRow, TimingRow, read_rows, read_run
 
