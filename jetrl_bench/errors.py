@@ -1,5 +1,9 @@
-"""The one error that is neither bad input nor a bug."""
+"""Errors that are neither bad input nor a bug."""
 
 
 class WorkerDied(RuntimeError):
     """A worker or engine process died, hangs, or holds weights that nobody can vouch for: the run ends, exit code 3."""
+
+
+class NotFinite(ValueError):
+    """NaN or inf in a forward pass, a loss or a gradient; the message names where. A training run ends, its rows kept."""

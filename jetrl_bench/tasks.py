@@ -69,6 +69,7 @@ class Task(Protocol):
     def extract(self, token_ids: Sequence[int]) -> int | None: ...
     def verify(self, problem: Problem, completion: Any) -> Verdict: ...
     def response_tokens(self, problem: Problem) -> int: ...
+    def longest_prompt(self) -> int: ...
     def longest_response(self) -> int: ...
 
 
@@ -194,6 +195,9 @@ class ChainTask(_Drawn):
     def response_tokens(self, problem: Problem) -> int:
         return 3 * len(problem.content[1]) * self.config.cycles + 1
 
+    def longest_prompt(self) -> int:
+        return 2 * self.config.max_steps + 2
+
     def longest_response(self) -> int:
         return 3 * self.config.max_steps * self.config.cycles + 1
 
@@ -247,6 +251,10 @@ class ArithmeticTask(_Drawn):
 
     def response_tokens(self, problem: Problem) -> int:
         return len(self._encode(f" {problem.answer}\n"))
+
+    def longest_prompt(self) -> int:
+        """Numbers of a kind have equally many digits; a margin covers tokenizers that cut them unevenly."""
+        return max(len(self.prompt(self.problem("train", index, 0))) for index in range(64)) + 8
 
     def longest_response(self) -> int:
         return len(self._encode(" 81\n"))

@@ -106,7 +106,7 @@ def test_in_flight_by_hand():
     # Problems 0 (4 tokens) and 1 (8) start together, 2 (4) takes 0's slots: 0 completes at step 4, 1 and 2 at step 8.
     assert world.trained[0] == [0, 1]
     version, kv, running, at = world.loads[0]
-    # 8 decode steps of 1.5; training of 24 tokens on 4 takes 1.5: the swap comes after decode step 9, with work running.
+    # 8 decode steps of 1.5; training of 24 tokens on 4 takes 1.5: the swap comes after decode step 9, work running.
     assert (version, kv, at) == (1, "keep", 8 * 1.5 + 1.5 + 2.0)
     assert running > 0
 
