@@ -244,8 +244,9 @@ def source_note(study: Study, command: str) -> str:
     shas = sorted({sha for records in study.experiments.values() for sha in records.shas()})
     hashed = study.config_hash()
     config = f"configuration {hashed}" if hashed else "no configuration: every record found"
-    runs = len(study.runs)
-    return f"Source: {runs} runs, commit {', '.join(shas) or 'unknown'}; {config}; `python -m jetrl_bench {command}`."
+    code = {str(run.manifest.source.get("hash"))[:8] for run in study.runs if isinstance(run.manifest, Manifest)}
+    origin = f"commit {', '.join(shas) or 'unknown'}" + (f", numerical code {', '.join(sorted(code))}" if code else "")
+    return f"Source: {len(study.runs)} runs, {origin}; {config}; `python -m jetrl_bench {command}`."
 
 
 def find(root: Path) -> list[Path]:

@@ -21,9 +21,10 @@ from jetrl_bench.quantities import (
     step_max,
     step_mean,
 )
-from jetrl_bench.record import FLOWS, SampleRow, read_rows, write_text
+from jetrl_bench.record import FLOWS, write_text
 from jetrl_bench.render import DASH, Cell, Table, markdown, write
-from jetrl_bench.study import BENCHMARKS, Records, RunRecord, Study, load, source_note
+from jetrl_bench.study import Records, RunRecord, Study, load, source_note
+from jetrl_bench.tables_benchmarks import benchmarks, paired, plumbing
 from jetrl_bench.tables_time import SEEDS, inflight, lag, speed_measured, time_modelled
 
 PRIMARY = (
@@ -189,59 +190,6 @@ def collapse(study: Study) -> Table:
     )
 
 
-def plumbing(study: Study, scripted: Path | None = None) -> Table:
-    tasks = list(study.config.evaluate.benchmarks) if study.config else list(BENCHMARKS)
-    tasks = [task for task in BENCHMARKS if task in tasks]
-    k = study.config.evaluate.samples if study.config else None
-    rows: list[list[Cell]] = []
-    for name, expected in (("gold", 1.0), ("empty", 0.0)):
-        cells: list[Cell] = []
-        for task in tasks:
-            statuses = _scripted(scripted, name, task)
-            cells += [statuses, None, None] if isinstance(statuses, str) else _shares(statuses)
-            if not isinstance(statuses, str) and stats.shares(statuses).correct != expected:
-                raise ValueError(
-                    f"scripted model {name}: {task} scores {stats.shares(statuses).correct}, not {expected}"
-                )
-        rows.append([f"scripted: {name} answers", None, *cells])
-    by_method: dict[str, list[RunRecord]] = {}
-    for run in study.runs:
-        by_method.setdefault(run.method, []).append(run)
-    for method, runs in by_method.items():
-        cells = []
-        for task in tasks:
-            if any(run.answers(task, "deployment") is None for run in runs):
-                missing = next(run for run in runs if run.answers(task, "deployment") is None)
-                cells += [f"not evaluated: {missing.absent(task)}", None, None]
-                continue
-            shares = [_run_shares(run, task) for run in runs]
-            for value in ("correct", "truncated", "no_answer"):
-                cells.append(stats.mean_t([getattr(s, value) for s in shares]))
-        rows.append([method, len(runs), *cells])
-    limit = study.config.evaluate.limit if study.config else None
-    budget = f", {study.config.evaluate.max_tokens} new tokens" if study.config else ""
-    columns = ["model", "runs"]
-    for task in tasks:
-        label = BENCHMARKS[task]
-        columns += [f"{label} avg@{k or 'k'}", f"{label} truncated", f"{label} no answer"]
-    return Table(
-        name="plumbing",
-        title="The benchmark path checked end to end: this checks the pipeline, not the models",
-        kind="measured",
-        columns=columns,
-        rows=rows,
-        glossary=[
-            f"avg@k: mean over problems of the mean over k samples{budget}"
-            + (f"; only the first {limit} problems of each benchmark." if limit else "."),
-            "Truncated: cut off at the token budget. No answer: nothing to grade was found.",
-            "Scripted models answer with the gold answers (must score exactly 1) and with nothing (exactly 0).",
-            "A chain model cannot read competition mathematics: its scores here say nothing about it.",
-            "± : 95 % t interval over runs.",
-        ],
-        source=source_note(study, "table plumbing"),
-    )
-
-
 def headline(study: Study) -> Table:
     rows: list[list[Cell]] = []
     for records in study.experiments.values():
@@ -297,6 +245,8 @@ BUILDERS: dict[str, Callable[..., Table]] = {
     "time_modelled": time_modelled,
     "inflight": inflight,
     "lag": lag,
+    "paired": paired,
+    "benchmarks": benchmarks,
     "plumbing": plumbing,
     "headline": headline,
 }
@@ -332,28 +282,6 @@ def _same_start(records: Records) -> bool:
 def _lag_words(runs: list[RunRecord]) -> str:
     flags = {row.proximal_contains_lag for run in runs for row in run.steps}
     return {frozenset({True}): "precision, lag", frozenset({False}): "precision"}.get(frozenset(flags), DASH)
-
-
-def _run_shares(run: RunRecord, task: str) -> stats.Shares:
-    answers = run.answers(task, "deployment") or []
-    return stats.shares([row.status for rows in answers for row in rows])
-
-
-def _shares(statuses: list[str]) -> list[Cell]:
-    found = stats.shares(statuses)
-    return [found.correct, found.truncated, found.no_answer]
-
-
-def _scripted(folder: Path | None, name: str, task: str) -> list[str] | str:
-    """Statuses of a scripted model, or why there are none."""
-    if folder is None:
-        return "not evaluated: no --scripted folder"
-    path = Path(folder) / name / f"{task}.jsonl"
-    if path.exists():
-        return [row.status for row in read_rows(path, SampleRow)]
-    absent = path.with_suffix(".absent")
-    reason = absent.read_text(encoding="utf-8").strip() if absent.exists() else "no record"
-    return f"not evaluated: {reason}"
 
 
 def add_arguments(parser) -> None:

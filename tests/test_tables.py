@@ -164,6 +164,66 @@ def test_plumbing_shows_scripted_models_and_reasons(root, loaded):
     assert "checks the pipeline" in table.title
 
 
+def test_paired_by_problem_against_brute_force(loaded):
+    table = tables.BUILDERS["paired"](loaded)
+    row = next(r for r in table.rows if r[1:3] == ["fp8_rollout_e2m1", "deployment"])
+    row = dict(zip(table.columns, row))
+    arms = loaded.experiments["precision"].arms
+    only_ours = only_base = 0
+    for ours, base in zip(arms["fp8_rollout_e2m1"], arms["bf16"]):
+        solved = [
+            {
+                r.problem
+                for r in run.samples
+                if (r.task, r.flow, r.checkpoint, r.status) == ("chain", "deployment", "final", "correct")
+            }
+            for run in (ours, base)
+        ]
+        only_ours += len(solved[0] - solved[1])
+        only_base += len(solved[1] - solved[0])
+    assert (row["only this arm"], row["only the baseline"]) == (only_ours, only_base)
+    assert row["difference, by problem"].estimate == pytest.approx((only_ours - only_base) / (3 * 40))
+    assert row["difference, by seed"].estimate == pytest.approx(row["difference, by problem"].estimate)
+    assert row["verdict"] == "worse" and row["McNemar p of each seed"].count(",") == 2
+
+
+def test_benchmarks_of_a_pretrained_model_with_repeats(tmp_path):
+    root = write_study(
+        tmp_path,
+        {
+            "seeds": [0, 1],
+            "select": ["inflight"],
+            "base": {"checkpoint": "models/Tiny-135M"},
+            "evaluate": {"samples": 2, "benchmarks": ["aime_2024"]},
+        },
+    )
+    for path in (root / "runs").rglob("aime_2024.jsonl"):
+        row = json.loads(path.read_text().splitlines()[0])
+        rows = []
+        for checkpoint, rights in (("base", 3), ("final", 9)):
+            for i in range(30):
+                for k in range(2):
+                    status = "correct" if i < rights and k == 0 else "truncated"
+                    rows.append(row | {"problem": f"{i:02d}", "sample": k, "status": status, "checkpoint": checkpoint})
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    loaded = study.load(root / "runs", root / "config.json")
+    table = tables.BUILDERS["benchmarks"](loaded)
+    row = dict(zip(table.columns, table.rows[0]))
+    assert (row["k"], row["seeds"], row["benchmark"]) == (2, 2, "AIME 2024, 30 problems")
+    assert row["avg@k, final"].estimate == pytest.approx(0.15) and row["avg@k, step 0"].estimate == pytest.approx(0.05)
+    assert row["final - step 0"].estimate == pytest.approx(0.10) and row["final - step 0"].low > 0
+    assert row["pass@(k x seeds)"] == pytest.approx(0.3)
+    assert row["truncated"] == pytest.approx(0.85) and row["score on finished answers"] == 1.0
+    first = next((root / "runs").rglob("aime_2024.jsonl"))
+    first.write_text("".join(line + "\n" for line in first.read_text().splitlines() if '"sample": 1' not in line))
+    with pytest.raises(ValueError, match="1 samples a problem, 2 asked"):
+        tables.BUILDERS["benchmarks"](study.load(root / "runs", root / "config.json"))
+
+
+def test_toy_models_have_no_benchmark_table(loaded):
+    assert tables.BUILDERS["benchmarks"](loaded).rows == []
+
+
 def test_a_gold_model_below_one_stops_the_table(tmp_path):
     root = write_study(tmp_path, {"seeds": [0]})
     path = root / "scripted" / "gold" / "aime_2024.jsonl"
