@@ -168,7 +168,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="record folders, or folders of records")
     parser.add_argument("--published", type=Path, default=DEFAULT, help="published numbers (YAML)")
     parser.add_argument("--config", type=Path, help="resolved config: temperature and token budget of the evaluation")
-    parser.add_argument("--out", type=Path, required=True, help="folder for comparison.md, .csv and .tex")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/tables"), help="folder for comparison.md, .csv and .tex"
+    )
 
 
 def run(args) -> int:

@@ -348,7 +348,9 @@ def _protocol_words(protocol: Protocol) -> str:
 
 def add_arguments(parser) -> None:
     parser.add_argument("--published", type=Path, default=DEFAULT, help="published numbers (YAML)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for published.md, .csv and .tex")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/tables"), help="folder for published.md, .csv and .tex"
+    )
 
 
 def run(args) -> int:

@@ -136,8 +136,8 @@ def paired(study: Study) -> Table:
         ],
         rows=rows,
         glossary=[
-            "By seed: 95 % t interval over seeds: what other seeds would show. By problem: bootstrap over the same problems "
-            "with the seeds fixed: what other problems would show.",
+            "By seed: 95 % t interval over seeds: what other seeds would show. By problem: bootstrap over the same "
+            "problems with the seeds fixed: what other problems would show.",
             "Only this arm / only the baseline: problems, summed over seeds, that one of the two solves.",
             "McNemar: exact, two-sided, one sample a problem; a small p in one seed speaks of these two checkpoints, "
             "not of the methods.",
