@@ -10,7 +10,7 @@ Policies, each a test:
 - Percent: p% is p and p/100, so 30% = 30 = 0.3; two percentages compare as they stand.
 - Units, degree signs, currency signs and an "x =" are not compared; a number base is: 2516 is not 2516_8.
 - Lists, sets and +- are unordered and complete; (a, b) is ordered; bare 3,5,7 is not the tuple (3,5,7).
-- (1,4) is also 1 < x < 4. A clock time or ratio a:b compares part by part.
+- (1,4) is also 1 < x < 4. A clock time or ratio a:b compares part by part; a fraction may stand for a gold ratio.
 - Words compare without case; a choice answers by its label. "eight" is not 8.
 - x + C is not x + K: families of solutions with other constant names are refused.
 """
@@ -52,13 +52,17 @@ def _enclosed(text: str) -> str:
 
 
 _LABEL = re.compile(r"\(?([A-Ja-j])\)?")
-_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|\.|:|$))")
+_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|\.|:|$))", re.IGNORECASE)
+_WHOLE_TEXT = re.compile(r"\\text\{([^{}\\]*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 _BASE = re.compile(r"\(?\s*([0-9A-Fa-f][0-9A-Fa-f ,]*?)\s*\)?\s*(?:_\s*\{?\s*(?:base )?(\w+)\s*\}?|\s+base (\w+))")
 _BASE_WORDS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 _BASE_NAMES = {word: base for base, word in enumerate(_BASE_WORDS, 2)}
 _UNIT_GROUP = re.compile(r"\s*(?:/|\\cdot|\*)?\s*\\text\{[^{}]*[A-Za-z][^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?\s*$")
-_UNIT_WORDS = re.compile(r"(?<=[0-9})%])\s+[A-Za-z]{1,}(?:[ /][A-Za-z]+)*(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?$")
+_SHORT_UNITS = "ft|cm|mm|km|kg|mg|ml|lb|lbs|oz|yd|mi|hr|hrs|min|sec|mph|deg|sq|cu|per|day|in|am|pm"
+_UNIT_WORDS = re.compile(
+    rf"(?<=[0-9}})%])\s+(?:(?:{_SHORT_UNITS}|[A-Za-z]{{4,}})(?:[ /.](?![0-9])|$|(?=\^)))+(?:\^\s*(?:\{{\s*\d\s*\}}|\d))?$"
+)
 _FUNCTIONS = {"pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "arcsin", "arccos", "arctan"}
 _CONNECTIVE = re.compile(r"\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<=[\s,])(?:and|or)(?=\s)|\\(?:vee|lor)(?![A-Za-z]))\s*")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?)\s*(?:=|\\in(?![A-Za-z]))\s*")
@@ -91,7 +95,7 @@ def strip_units(text: str) -> tuple[str, bool]:
         shorter = _UNIT_GROUP.sub("", text)
         text = shorter if shorter.strip() else text
         match = _UNIT_WORDS.search(text)
-        if match and not set(re.split(r"[ /^]+", match[0].strip())) & _FUNCTIONS and len(match[0].strip()) > 1:
+        if match and not set(re.split(r"[ /^]+", match[0].strip())) & _FUNCTIONS:
             text = text[: match.start()]
         if text == before:
             break
@@ -213,6 +217,8 @@ def _scalar(gold: str, answer: str, leaf: Leaf) -> bool:
         halves = [(clock[4] or "").lower() for clock in clocks]
         parts = [[int(part) for part in clock.groups()[:3] if part] for clock in clocks]
         return parts[0] == parts[1] and (halves[0] == halves[1] or "" in halves)
+    if clocks[0] and second is not None and int(clocks[0][2]) and not clocks[0][3]:
+        return second == Fraction(int(clocks[0][1]), int(clocks[0][2]))
     if any(clocks) or differ(gold, answer):
         return False
     return leaf(gold, answer)
@@ -256,9 +262,12 @@ def compare(gold: str, answer: str, leaf: Leaf) -> bool:
         label = _LABEL.fullmatch(inner)
         if label:
             reply = _CHOICE.match(re.sub(r"\\text\{([^{}]*)\}", r"\1 ", answer).strip())
-            return bool(reply) and (reply[1] or reply[2]) == label[1].upper()
+            return bool(reply) and (reply[1] or reply[2]).upper() == label[1].upper()
         if _words(gold):
             return _words(gold) == _words(answer)
+        whole = [_WHOLE_TEXT.fullmatch(side) for side in (gold, answer)]
+        if whole[0]:
+            return compare(whole[0][1].strip(), whole[1][1].strip() if whole[1] else answer, leaf)
     elif _words(gold) and len(gold) > 3 and _words(answer):
         return _words(gold) == _words(answer)
     gold_spans, answer_spans = _intervals(gold), _intervals(answer)
@@ -335,10 +344,11 @@ def gold_problem(gold: object, leaf: Leaf | None = None) -> str:
         pieces = split(body)
     else:
         pieces = [strip_units(text)[0]] if "=" not in text else [text]
-        if r"\text{(" in text or _COLON.fullmatch(text):
+        if r"\text{(" in text:
             return ""
     for piece in pieces:
         piece = strip_units(piece)[0]
-        if exact_value(piece) is None and not leaf(piece, piece):
+        known = exact_value(piece) is not None or _number_base(piece) or _COLON.fullmatch(piece)
+        if not known and not leaf(piece, piece):
             return f"{piece!r} does not parse"
     return ""

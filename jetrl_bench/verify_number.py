@@ -17,7 +17,7 @@ from fractions import Fraction
 MAX_CHARS = 400
 MAX_DEPTH = 40
 MAX_BITS = 20_000
-MAX_FACTORIAL = 1_000
+MAX_FACTORIAL = 3_000
 
 
 class TooCostly(ArithmeticError):

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from jetrl_bench import verify_math
+from jetrl_bench.verify_text import brace_arguments
 
 MATH_VERIFY = "0.9.0"
 """The pinned grader: 0.8 and 0.9 disagree on percentages (Math-Verify#61), so a score names its grader's version."""
@@ -31,15 +33,24 @@ MEMORY_LIMIT = 2 << 30
 
 
 def math_verify_equal(gold: str, answer: str) -> bool:
-    """math-verify on two `$`-wrapped answers, without its fallbacks, and without its rounding of numbers."""
+    """math-verify on two `$`-wrapped answers, without its fallbacks, its unit stripping, and its rounding of numbers.
+
+    (Its unit stripping reads "a + b + c" as "a" and drops the t of "\\sin^2 t".) A letter i is the imaginary unit.
+    """
     import sympy
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    config = [LatexExtractionConfig()]
-    parsed = [parse(f"${text}$", config, "no_fallback", parsing_timeout=None) for text in (gold, answer)]
-    if not all(parsed):
-        return False
-    parsed = [values[0] for values in parsed]
+    config = [LatexExtractionConfig(normalization_config=NormalizationConfig(nits=True, boxed="none"))]
+    parsed = []
+    for text in (gold, answer):
+        values = parse(f"${brace_arguments(text)}$", config, "no_fallback", parsing_timeout=None)
+        if not values:
+            return False
+        value = values[0]
+        if isinstance(value, sympy.Basic) and not re.search(r"\\(?:sum|prod)|_\{?i", text):
+            value = value.subs({symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"})
+        parsed.append(value)
     if not verify(*parsed, float_rounding=12, timeout_seconds=None, raise_on_error=True):
         return False
     if all(isinstance(value, sympy.Expr) and value.is_number for value in parsed):

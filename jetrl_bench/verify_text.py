@@ -56,6 +56,9 @@ _RENAMES = [
         (r"\\%", "%"),
         (r"\\(?:degree|textdegree)(?![A-Za-z])", r"^\\circ"),
         (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+        (r"\\(?:approx|simeq)(?![A-Za-z])", " "),
+        (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|-)", " "),
+        (r"(?<=\{)([0-9]{1,3}(?:,[0-9]{3})+)(?=\})", lambda match: match[1].replace(",", "")),
         (r"\s+", " "),
     ]
 ]
@@ -64,14 +67,14 @@ _RENAMES = [
 def normalise(text: str) -> str:
     """One canonical ASCII spelling of an answer; idempotent. Structure and order are left as they are."""
     text = to_ascii(text)
-    text = _COMMA_GROUPS.sub(",", _THIN_GROUPS.sub("", text))
+    text = _COMMA_GROUPS.sub("", _THIN_GROUPS.sub("", text))
     text = _DROPPED.sub(lambda match: match[1] or match[2] or (" " if match[0][-1] not in "$()[]!" else ""), text)
     text = _STYLES.sub("", text)
     for pattern, replacement in _RENAMES:
         text = pattern.sub(replacement, text)
     if text.startswith("**") and text.endswith("**"):
         text = text.strip("*")
-    return text.strip(" .,;")
+    return text.strip(" ,;").rstrip(" .,;")
 
 
 def compact(text: str) -> str:
@@ -99,3 +102,43 @@ def split(text: str, separator: str = ",") -> list[str]:
             start = at + 1
         at += 1
     return [part.strip() for part in [*parts, text[start:]]]
+
+
+def _token_end(text: str, at: int) -> int:
+    """Where the TeX argument that starts at `at` ends: a group, a command or one character; -1 where there is none."""
+    if at >= len(text):
+        return -1
+    if text[at] == "\\":
+        match = re.compile(r"\\(?:[A-Za-z]+|.)").match(text, at)
+        return match.end() if match else -1
+    if text[at] != "{":
+        return at + 1
+    depth = 0
+    while at < len(text):
+        if text[at] == "\\":
+            at += 2
+            continue
+        depth += (text[at] == "{") - (text[at] == "}")
+        at += 1
+        if depth == 0:
+            return at
+    return -1
+
+
+def brace_arguments(text: str) -> str:
+    r"""\frac12 as \frac{1}{2}, \sqrt2 as \sqrt{2}: the arguments TeX would read, in braces."""
+    out, at = [], 0
+    for match in re.finditer(r"\\(frac|sqrt)(?![A-Za-z])\s*(\[[^\[\]]*\])?", text):
+        if match.start() < at:
+            continue
+        out.append(text[at : match.start()] + match[0].rstrip())
+        at = match.end()
+        for _ in range(2 if match[1] == "frac" else 1):
+            start = at + len(text[at:]) - len(text[at:].lstrip())
+            end = _token_end(text, start)
+            if end < 0:
+                break
+            body = text[start + 1 : end - 1] if text[start] == "{" else text[start:end]
+            out.append("{" + brace_arguments(body) + "}")
+            at = end
+    return "".join(out) + text[at:]
