@@ -142,7 +142,7 @@ def metric(run: RunRecord, name: Metric) -> float | None:
         return run.final_reward()
     if name == "clock":
         column = run.column("clock")
-        return None if column is None else float(column[-1])
+        return None if column is None or run.nan else float(column[-1])
     column = run.column("mismatch", name)
     if column is None:
         return None

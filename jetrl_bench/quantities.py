@@ -33,9 +33,11 @@ def step_mean(*path: str) -> Callable[[RunRecord], float | None]:
 
 
 def last(*path: str) -> Callable[[RunRecord], float | None]:
+    """Value at the horizon; a run that ended early (NaN) has none."""
+
     def value(run: RunRecord) -> float | None:
         column = run.column(*path)
-        return None if column is None else float(column[-1])
+        return None if column is None or run.nan else float(column[-1])
 
     return value
 
@@ -152,6 +154,10 @@ def samples_of(runs: list[RunRecord]) -> Cell:
 
 
 def accelerators_of(runs: list[RunRecord]) -> Cell:
+    """How many generate and how many train, in the record's own words; the setting alone where there are none."""
+    words = {getattr(run.manifest, "description", {}).get("accelerators") for run in runs}
+    if len(words) == 1 and None not in words:
+        return words.pop()
     return runs[0].setting("cost", "accelerators")
 
 

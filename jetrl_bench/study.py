@@ -119,9 +119,9 @@ class RunRecord:
         return path.read_text(encoding="utf-8").strip() if path.exists() else "no record"
 
     def final_reward(self, share: float = 0.2) -> float | None:
-        """Mean rollout reward of the last share of the samples."""
+        """Mean rollout reward of the last share of the samples; None for a run that ended early (NaN)."""
         rewards, samples = self.column("reward"), self.column("samples")
-        if rewards is None or samples is None:
+        if rewards is None or samples is None or self.nan:
             return None
         batch = np.diff(samples, prepend=0.0)
         kept = samples > samples[-1] * (1 - share)

@@ -103,7 +103,8 @@ def mismatch(study: Study) -> Table:
         rows=rows,
         glossary=[
             "Δlogp = rollout - proximal in nats, per response token at the version of the proximal log-probabilities; "
-            "means over rollout steps, the maximum over all steps and seeds.",
+            "means over rollout steps, the maximum over all steps and seeds. Losses without a proximal pass: over "
+            "the first optimizer step of a batch.",
             "KL exact: KL(rollout || proximal) summed over the whole vocabulary. k3 = exp(d) - 1 - d with d = -Δlogp.",
             "contains: precision alone, or precision and lag (concurrent and in-flight schedules).",
             SEEDS,

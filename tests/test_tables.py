@@ -150,6 +150,18 @@ def test_time_to_target_by_brute_force(loaded):
     assert time_to_target(run, target=1.1) is None
 
 
+def test_a_run_that_ended_in_nan_is_counted_and_flatters_nobody(tmp_path):
+    root = write_study(tmp_path, {"seeds": [0, 1], "select": ["inflight"]})
+    path = next((root / "runs" / "inflight_keep").glob("seed1-*/manifest.json"))
+    path.write_text(path.read_text().replace('"outcome": "finished"', '"outcome": "nan"'))
+    loaded = study.load(root / "runs", root / "config.json")
+    row = _row(tables.collapse(loaded), "inflight", "inflight_keep")
+    assert (row["NaN"], row["final reward"]) == (1, None)
+    row = _row(tables.inflight(loaded), "inflight", "inflight_keep")
+    assert row["modelled units to finish"] is None and row["modelled units / baseline"] is None
+    assert _row(tables.headline(loaded), "inflight", "inflight_keep")["collapsed"] == "1 of 2"
+
+
 def test_tables_of_one_schedule_are_not_called_in_flight(loaded):
     assert {row[0] for row in tables.inflight(loaded).rows} == {"inflight"}
 
