@@ -60,9 +60,8 @@ _BASE_WORDS = "two three four five six seven eight nine ten eleven twelve thirte
 _BASE_NAMES = {word: base for base, word in enumerate(_BASE_WORDS, 2)}
 _UNIT_GROUP = re.compile(r"\s*(?:/|\\cdot|\*)?\s*\\text\{[^{}]*[A-Za-z][^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?\s*$")
 _SHORT_UNITS = "ft|cm|mm|km|kg|mg|ml|lb|lbs|oz|yd|mi|hr|hrs|min|sec|mph|deg|sq|cu|per|day|in|am|pm"
-_UNIT_WORDS = re.compile(
-    rf"(?<=[0-9}})%])\s+(?:(?:{_SHORT_UNITS}|[A-Za-z]{{4,}})(?:[ /.](?![0-9])|$|(?=\^)))+(?:\^\s*(?:\{{\s*\d\s*\}}|\d))?$"
-)
+_UNIT_WORD = rf"(?:{_SHORT_UNITS}|[A-Za-z]{{4,}})(?:[ /.](?![0-9])|$|(?=\^))"
+_UNIT_WORDS = re.compile(rf"(?<=[0-9}})%])\s+(?:{_UNIT_WORD})+(?:\^\s*(?:\{{\s*\d\s*\}}|\d))?$")
 _FUNCTIONS = {"pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "arcsin", "arccos", "arctan"}
 _CONNECTIVE = re.compile(r"\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<=[\s,])(?:and|or)(?=\s)|\\(?:vee|lor)(?![A-Za-z]))\s*")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?)\s*(?:=|\\in(?![A-Za-z]))\s*")
