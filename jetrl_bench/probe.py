@@ -14,6 +14,17 @@ from jetrl_bench.config import nearest
 HELP = """\
 How far apart are a rollout engine and a trainer on the same tokens?
 
+(a) A CHECKPOINT, ours or any Llama, Qwen2 or Qwen3 folder of Hugging Face: sample in one flow, score in another.
+
+      python -m jetrl_bench probe --checkpoint DIR --rollout fp8_rollout --prompts prompts.txt
+      python -m jetrl_bench probe --checkpoint DIR --rollout fp8_rollout,scale=fp32 --prompts chat.jsonl --chat
+      python -m jetrl_bench probe --checkpoint DIR --rollout format=e2m1 --train jetrl_exact --prompts chain
+      python -m jetrl_bench probe --checkpoint DIR --grid --prompts prompts.txt     (formats, scales, rules, kernels)
+
+    A flow is PRESET[,key=value...]; presets are the methods (bf16, fp8_rollout, jetrl, jetrl_exact, ...), keys those of
+    `flow` in config/README.md; key=value alone starts from jetrl_exact. --rollout uses the flow's rollout side, --train
+    (default: the same flow) its training side. The difference is split into a quantisation and a kernel term.
+
 (b) YOUR STACK: write one JSON line per sampled response, response tokens only (no prompt):
 
       {"token_ids": [310, 264, 2], "rollout_logprobs": [-0.31, -2.20, -0.01], "logprobs": [-0.33, -2.11, -0.01]}
@@ -32,31 +43,79 @@ OUT receives probe.md (the table), probe.csv, probe.json (the record) and mismat
 
 READING = """\
 how to read it: mean of exp(d) must be 1 within its error, else the tokens were not sampled from rollout_logprobs
-(temperature, top-p, stale weights). k3 estimates KL(mu || pi) in nats per token: one precision with one engine 0; one
-precision with different kernels 1e-5 to 1e-3; an FP8 rollout of a BF16 trainer 1e-3 to 4e-3. The sequence-level
-effective sample size says how many of n responses an importance-corrected update still uses."""
+(temperature, top-p, stale weights). k3 estimates KL(mu || pi) in nats per token. Published values: one precision in
+other engines 1e-5 to 1e-3 (dense), an FP8 rollout of a BF16 trainer 3e-3 to 4e-3; one kernel set on both sides gives
+exactly 0. The sequence-level effective sample size is the share of responses that an importance-corrected update still
+uses; docs/numerics.md discusses what was seen on SmolLM2-135M."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = HELP, READING
-    parser.add_argument(
-        "--logprobs", type=Path, metavar="FILE.jsonl", help="log-probabilities of any engine and trainer"
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--logprobs", type=Path, metavar="FILE.jsonl", help="log-probabilities of any engine and trainer")
+    what.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a Hugging Face folder (Llama, Qwen2, Qwen3; ours)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: a new one in results/probe)")
+    of = parser.add_argument_group("with --checkpoint")
+    of.add_argument("--rollout", metavar="FLOW", help="the flow whose rollout side samples")
+    of.add_argument("--train", metavar="FLOW", help="the flow whose training side scores (default: the --rollout flow)")
+    of.add_argument("--grid", action="store_true", help="all pairs of flows that docs/numerics.md discusses")
+    of.add_argument("--prompts", metavar="FILE", help=".txt, .jsonl (prompt, question, problem, token_ids), or: chain")
+    of.add_argument("--chat", action="store_true", help="wrap each prompt in the checkpoint's chat template")
+    of.add_argument(
+        "--num-prompts", type=_positive, default=32, metavar="N", help="use the first N (default %(default)s)"
+    )
+    of.add_argument("--max-tokens", type=_positive, default=64, metavar="N", help="per response (default %(default)s)")
+    of.add_argument("--temperature", type=float, default=1.0, help="above 0 (default %(default)s)")
+    of.add_argument("--seed", type=int, default=0, help="of the sampling (default %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     from jetrl_bench import probe_report
 
-    if args.logprobs is None:
-        raise ValueError("probe needs --logprobs FILE.jsonl; see probe --help")
-    record, name = from_logprobs(args.logprobs), args.logprobs.stem
+    if args.logprobs is not None:
+        record, name = from_logprobs(args.logprobs), args.logprobs.stem
+    elif args.checkpoint is not None:
+        return from_checkpoint(args)
+    else:
+        raise ValueError("probe needs --logprobs FILE.jsonl or --checkpoint DIR; see probe --help")
     out = args.out or new_folder(Path("results/probe"), name)
     paths = probe_report.write(record, out)
     print(probe_report.summary(record))
     print(f"wrote {', '.join(path.name for path in paths)} to {out}")
     return 0
+
+
+def from_checkpoint(args: argparse.Namespace) -> int:
+    from jetrl_bench import probe_checkpoint, probe_grid, probe_report
+
+    if args.prompts is None:
+        raise ValueError("probe --checkpoint needs --prompts FILE (or: --prompts chain for our own checkpoints)")
+    if args.grid == (args.rollout is not None):
+        raise ValueError("probe --checkpoint needs either --rollout FLOW or --grid")
+    if args.temperature <= 0:
+        raise ValueError(f"--temperature {args.temperature} is not above 0")
+    checkpoint = probe_checkpoint.load(args.checkpoint)
+    prompts = probe_checkpoint.read_prompts(args.prompts, checkpoint, args.num_prompts, args.chat)
+    sampling = probe_checkpoint.Sampling(args.max_tokens, args.temperature, args.seed)
+    source = {"prompts_from": Path(args.prompts).name, "chat_template": "yes" if args.chat else "no"}
+    out = args.out or new_folder(Path("results/probe"), args.checkpoint.resolve().name)
+    if args.grid:
+        probe_grid.run(checkpoint, prompts, sampling, source, out)
+    else:
+        record = probe_checkpoint.probe(checkpoint, args.rollout, args.train or args.rollout, prompts, sampling, source)
+        probe_report.write(record, out)
+        print(probe_report.summary(record))
+    print(f"wrote {out}")
+    return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
 
 def new_folder(parent: Path, name: str) -> Path:

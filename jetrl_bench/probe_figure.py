@@ -6,6 +6,8 @@ from pathlib import Path
 from jetrl_bench.probe_report import PUBLISHED, TERMS, ProbeRecord, to_csv
 from jetrl_bench.record import write_text
 
+SETTINGS = {"font.size": 8, "svg.hashsalt": "jetrl-bench", "axes.spines.top": False, "axes.spines.right": False}
+GRID_MARKS = [("kl", "total", "o", 4), ("kl_quantisation", "quantisation", "s", 6), ("kl_kernel", "kernel", "D", 5)]
 COLOURS = {"total": "#1b3a5c", "quantisation": "#c8553d", "kernel": "#4c956c"}
 
 
@@ -16,19 +18,81 @@ def draw(record: ProbeRecord, stem: Path) -> list[Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    settings = {"font.size": 8, "svg.hashsalt": "jetrl-bench", "axes.spines.top": False, "axes.spines.right": False}
-    with plt.rc_context(settings):
+    with plt.rc_context(SETTINGS):
         figure, ((tail, position), (ess, elsewhere)) = plt.subplots(2, 2, figsize=(8.5, 6))
         rows = [["panel", "series", "x", "y"]]
         rows += _tail(tail, record) + _kl(position, record) + _ess(ess, record) + _published(elsewhere, record)
         figure.tight_layout(w_pad=2, h_pad=2)
-        paths = [stem.with_suffix(suffix) for suffix in (".pdf", ".svg", ".png")]
-        for path in paths:
-            dated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {"Software": None}}[path.suffix]
-            figure.savefig(path, dpi=160, metadata=dated)
+        paths = _save(figure, stem)
         plt.close(figure)
     write_text(stem.with_suffix(".csv"), to_csv(rows))
     return [*paths, stem.with_suffix(".csv")]
+
+
+def draw_grid(rows: list[tuple[str, str, dict[str, float]]], stem: Path) -> list[Path]:
+    """KL of every pair, total and by term, grouped by question; exactly 0 is written out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    questions = list(dict.fromkeys(question for question, *_ in rows))
+    floor = 10 ** (
+        math.floor(math.log10(min(v for *_, n in rows for k, v in n.items() if k.startswith("kl") and v > 0))) - 1
+    )
+    data = [["question", "pair", "kl", "kl_quantisation", "kl_kernel"]]
+    with plt.rc_context(SETTINGS):
+        figure, axes = plt.subplots(figsize=(8.5, 0.21 * (len(rows) + 2 * len(questions)) + 1))
+        y, ticks = 0, []
+        for question in questions:
+            axes.annotate(
+                question, (0, y), xycoords=("axes fraction", "data"), fontsize=7.5, fontweight="bold", va="center"
+            )
+            y += 1
+            for asked, name, n in rows:
+                if asked != question:
+                    continue
+                data.append([question, name, n["kl"], n["kl_quantisation"], n["kl_kernel"]])
+                for key, term, marker, size in GRID_MARKS:
+                    value = n[key]
+                    if value == 0:
+                        continue
+                    axes.plot(
+                        value,
+                        y,
+                        marker,
+                        ms=size,
+                        color=COLOURS[term],
+                        mfc="none" if term != "total" else None,
+                    )
+                if n["kl"] == 0:
+                    axes.annotate("exactly 0", (floor, y), fontsize=6.5, va="center")
+                ticks.append((y, name))
+                y += 1
+        axes.set_xscale("log")
+        axes.set_xlim(left=floor * 0.8)
+        axes.set_ylim(y, -1)
+        axes.set_yticks(*zip(*ticks), fontsize=7)
+        axes.grid(axis="x", color="#dddddd", lw=0.5)
+        axes.set(xlabel="exact KL(μ ‖ π), nats per token")
+        for _, term, marker, size in GRID_MARKS:
+            axes.plot(
+                [], [], marker, ms=size, color=COLOURS[term], mfc="none" if term != "total" else None, label=TERMS[term]
+            )
+        axes.legend(frameon=False, loc="upper right", fontsize=7)
+        figure.tight_layout()
+        paths = _save(figure, stem)
+        plt.close(figure)
+    write_text(stem.with_suffix(".csv"), to_csv(data))
+    return [*paths, stem.with_suffix(".csv")]
+
+
+def _save(figure, stem: Path) -> list[Path]:
+    paths = [stem.with_suffix(suffix) for suffix in (".pdf", ".svg", ".png")]
+    for path in paths:
+        undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {"Software": None}}[path.suffix]
+        figure.savefig(path, dpi=160, metadata=undated)
+    return paths
 
 
 def _tail(axes, record: ProbeRecord) -> list[list]:
