@@ -15,7 +15,7 @@ from `costs.Costs` (seconds) or `costs.UnitCosts` (the training loop's units). S
 import heapq
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 import numpy as np
@@ -25,10 +25,12 @@ from .workload import Lengths, Result, Schedule
 
 
 class _Sequence:
-    __slots__ = ("prompt", "left", "done", "segments", "started", "end_step", "serial")
+    __slots__ = ("prompt", "left", "done", "segments", "started", "end_step", "serial", "born", "cached")
 
-    def __init__(self, prompt: int, length: int, serial: int):
+    def __init__(self, prompt: int, length: int, serial: int, born: int):
         self.prompt, self.left, self.done, self.serial = prompt, length, 0, serial
+        self.born = born  # the engine's version at submission: no token is older
+        self.cached = 0  # tokens whose keys and values are there already (a stationary start)
         self.segments: list[tuple[int, int]] = []  # (policy version, tokens)
 
 
@@ -53,10 +55,9 @@ class _Replica:
         return len(self.waiting) + len(self.running)
 
     def add(self, sequence: _Sequence) -> None:
-        if sequence.prompt + sequence.done + sequence.left > self.capacity:
-            raise ValueError(
-                f"a sequence of {sequence.prompt + sequence.done + sequence.left} tokens exceeds the KV cache of {self.capacity} tokens"
-            )
+        total = sequence.prompt + sequence.done + sequence.left
+        if total > self.capacity:
+            raise ValueError(f"a sequence of {total} tokens exceeds the KV cache of {self.capacity} tokens")
         self.waiting.append(sequence)
         if self.wake is not None and not self.wake.triggered:
             self.wake.succeed()
@@ -81,7 +82,8 @@ class _Replica:
                 break
             self.waiting.popleft()
             self.context += need
-            tokens, rows = tokens + need, rows + 1
+            if need > sequence.cached:
+                tokens, rows = tokens + need, rows + 1
             sequence.started = self.steps
             sequence.end_step = self.steps + sequence.left
             heapq.heappush(self.running, (sequence.end_step, sequence.serial, sequence))
@@ -108,6 +110,7 @@ class _Replica:
         heapq.heapify(self.running)
         sequence = newest[2]
         self._close(sequence)
+        sequence.cached = 0
         self.context -= sequence.prompt + sequence.done
         self.waiting.appendleft(sequence)
         self.run.result.preemptions += 1
@@ -123,6 +126,7 @@ class _Replica:
                 run.log(f"replica {self.index}", env.now, env.now + pause, "transfer", version)
                 yield env.timeout(pause)
                 self.marks.append((self.steps, version))
+                run.loaded()
             prefill = self._admit()
             if not self.running:
                 self.wake = env.event()
@@ -198,11 +202,13 @@ class _Run:
         self.version = 0
         self.serial = 0
         self.done: deque[_Sequence] = deque()
-        self.arrival = None
+        self.arrival = self.broadcast = None
         self.needed = 0
         self.lengths_buffer: deque[int] = deque()
-        self.in_flight = 0
-        self.progress = None
+        self.engine_version = 0  # of what is submitted from now on
+        self.in_flight = self.in_hand = self.loading = 0
+        self.born: Counter = Counter()
+        self.closed = False
 
     def log(self, resource: str, start: float, end: float, label: str, version: int) -> None:
         if self.trace:
@@ -219,16 +225,16 @@ class _Run:
         ages = np.floor(self.rng.random(count) * lengths).astype(np.int64)
         for i, (length, age) in enumerate(zip(lengths.tolist(), ages.tolist())):
             self.serial += 1
-            sequence = _Sequence(self.prompt, length - age, self.serial)
-            sequence.done = age
+            sequence = _Sequence(self.prompt, length - age, self.serial, 0)
+            sequence.done, sequence.cached = age, self.prompt + age
             self.replicas[i % len(self.replicas)].add(sequence)
-        self.in_flight = count
+        self.in_flight = self.born[0] = count
 
     def new_sequence(self) -> _Sequence:
         if not self.lengths_buffer:
             self.lengths_buffer.extend(self.lengths.draw(self.rng, 4096, self.serial).tolist())
         self.serial += 1
-        return _Sequence(self.prompt, self.lengths_buffer.popleft(), self.serial)
+        return _Sequence(self.prompt, self.lengths_buffer.popleft(), self.serial, self.engine_version)
 
     def submit(self, count: int) -> None:
         """Spread a batch over the replicas in turn (sequences are not moved later)."""
@@ -239,20 +245,36 @@ class _Run:
         self.done.append(sequence)
         if self.schedule.kind == "inflight":
             self.in_flight -= 1
-            self._refill([replica])
-            if self.progress is not None and not self.progress.triggered:
-                self.progress.succeed()
+            self.born[sequence.born] -= 1
+            if not self.born[sequence.born]:
+                del self.born[sequence.born]
+            self.refill([replica])
         if self.arrival is not None and len(self.done) >= self.needed and not self.arrival.triggered:
             self.arrival.succeed()
 
-    def _refill(self, replicas: list[_Replica]) -> None:
-        """Keep every slot busy, less what already waits for the trainer beyond one batch."""
-        waiting = max(0, len(self.done) - self.schedule.samples_per_update)
-        limit = self.slots * len(self.replicas) - waiting
+    def refill(self, replicas: list[_Replica]) -> None:
+        """Admission, as in weight_sync.InFlight: fill the free slots unless a whole batch waits for the trainer, and as
+        far as the lag bound allows: n live sequences, o the oldest running one's version, and
+        n <= B (max_lag - (version - o) + 1)."""
+        size, bound = self.schedule.samples_per_update, self.schedule.max_lag
+        self.closed = False
         for replica in replicas:
-            while replica.load < self.slots and self.in_flight < limit:
+            while replica.load < self.slots and len(self.done) < size:
+                if bound is not None:
+                    oldest = min(self.born, default=self.engine_version)
+                    live = self.in_flight + len(self.done) + self.in_hand
+                    if live >= size * (bound - (self.version - oldest) + 1):
+                        self.closed = True
+                        return
                 replica.add(self.new_sequence())
                 self.in_flight += 1
+                self.born[self.engine_version] += 1
+
+    def loaded(self) -> None:
+        """A replica has new weights; the trainer goes on when all have them."""
+        self.loading -= 1
+        if not self.loading:
+            self.broadcast.succeed()
 
     def take(self, count: int):
         """Wait for `count` finished sequences and take the oldest."""
@@ -260,11 +282,10 @@ class _Run:
             self.needed, self.arrival = count, self.env.event()
             yield self.arrival
             self.arrival = None
-        if self.schedule.kind == "inflight":  # oldest first: what waits ages with every optimizer step
-            self.done = deque(sorted(self.done, key=lambda s: s.segments[0][0]))
         batch = [self.done.popleft() for _ in range(count)]
         if self.schedule.kind == "inflight":
-            self._refill(self.replicas)
+            self.in_hand = count
+            self.refill(self.replicas)
         return batch
 
     def busiest(self, batch: list[_Sequence]) -> tuple[float, float]:
@@ -336,8 +357,6 @@ class _Run:
             batch = yield from self.take(per_rollout * size)
             self.phase("generation", env.now - start)
             yield from self.train_rollout(batch)
-            if self.version == self.num_updates:
-                return
             yield from self._transfer()
 
     def _transfer(self):
@@ -365,36 +384,27 @@ class _Run:
             self.phase("wait", env.now - start)
             yield from self._transfer()
 
-    def _oldest_live_version(self) -> int:
-        """Version of the oldest token of any sequence that is still running."""
-        return min(
-            (s.segments[0][0] if s.segments else r.marks[bisect_right(r.marks, (s.started, 1 << 60)) - 1][1])
-            for r in self.replicas
-            for _, _, s in r.running
-        )
-
     def inflight(self):
         env, schedule = self.env, self.schedule
         if schedule.start == "stationary":
             self.fill_stationary()
         else:
-            self._refill(self.replicas)
+            self.refill(self.replicas)
         while self.version < self.num_updates:
             start = env.now
             batch = yield from self.take(schedule.samples_per_update)
-            self.phase("wait", env.now - start)
-            start = env.now
-            while schedule.max_lag is not None and self.version + 2 - self._oldest_live_version() > schedule.max_lag:
-                self.progress = env.event()  # the trainer stalls until a sequence ends; one step of slack for the queue
-                yield self.progress
-                self.progress = None
-            self.phase("stall", env.now - start)
+            self.phase("stall" if self.closed else "wait", env.now - start)
             yield from self.logprob(batch)
             yield from self.train(batch)
+            self.in_hand = 0
             if self.version % schedule.updates_per_sync == 0:
+                start = env.now
+                self.engine_version, self.loading, self.broadcast = self.version, len(self.replicas), env.event()
                 for replica in self.replicas:
                     replica.pending.append(self.version)
                     replica.interrupt()
+                yield self.broadcast  # every replica stops at its next decode step, the trainer waits for all
+                self.phase("transfer", env.now - start)
 
 
 def simulate(
@@ -466,7 +476,7 @@ def best_split(costs, lengths: Lengths, schedule: Schedule, *, max_lag: int | No
     best = min(best, min(range(len(options)), key=lambda i: abs(options[i] - balanced)), key=score)
     stride = max(1, len(options) // 8)
     while stride:
-        near = min((best - stride, best, best + stride), key=score)
+        near = min((best, best - stride, best + stride), key=score)
         if near == best:
             stride //= 2
         best = near
