@@ -141,6 +141,7 @@ class _Engine:
         **engine_args,
     ):
         self.vllm_version = probe()
+        importlib.import_module("jetrl_bench.vllm_plugin").register()
         self.cfg, self.vocab_size, self.flow = cfg, vocab_size, flow
         self.max_slots, self.max_len = max_slots, max_len
         self.bucket_bytes, self.deadline_s = bucket_bytes, deadline_s

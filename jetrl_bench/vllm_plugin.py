@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from jetrl_bench import kernels
 from jetrl_bench.config import FlowConfig, validate
-from jetrl_bench.precision import head, linear, make_flow, prepare_weight
+from jetrl_bench.precision import Weight, head, linear, make_flow, prepare_weight
 from jetrl_bench.vllm_transfer import check_manifest, from_wire, open_receiver, unpack
 
 BACKEND = "jetrl"
@@ -73,7 +73,7 @@ class FlowQuantConfig(QuantizationConfig):
             return FlowLinearMethod(self) if self.side.fp8 else UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
             return FlowHeadMethod(self) if self.side.lm_head == "fp8" else UnquantizedEmbeddingMethod()
-        if isinstance(layer, Attention) and self.side.kv is not None:
+        if isinstance(layer, Attention) and self.side.kv is not None and not layer._forward_pre_hooks:
             layer.register_forward_pre_hook(self._quantize_kv)
         return None
 
@@ -97,8 +97,7 @@ class FlowLinearMethod(UnquantizedLinearMethod):
         super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        parts = list(layer.weight.data.split(layer.flow_parts))
-        layer.flow_weight = prepare_weight(parts, [], self.config.side, quantized=True)
+        layer.flow_weight = _prepared(layer.weight.data.split(layer.flow_parts), self.config.side)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = linear(x.reshape(-1, x.shape[-1]), layer.flow_weight._replace(bias=bias), self.config.side)
@@ -113,12 +112,21 @@ class FlowHeadMethod(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         # vLLM pads the vocabulary; the padding is no part of the matrix that is quantised.
-        weight = layer.weight.data[: layer.org_vocab_size]
-        layer.flow_weight = prepare_weight([weight], [], self.config.side, quantized=True)
+        layer.flow_weight = _prepared([layer.weight.data[: layer.org_vocab_size]], self.config.side)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         logits = head(x, layer.flow_weight._replace(bias=bias), self.config.side)
         return torch.nn.functional.pad(logits, (0, layer.weight.shape[0] - logits.shape[1]))
+
+
+def _prepared(parts, side) -> Weight:
+    """prepare_weight under torch's own default dtype: vLLM loads models with bf16 as the default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        return prepare_weight(list(parts), [], side, quantized=True)
+    finally:
+        torch.set_default_dtype(before)
 
 
 # -------------------------------------------------------------------------------------------------- weight transfer
@@ -197,7 +205,7 @@ class TransferEngine(WeightTransferEngine):
             raise RuntimeError(f"{len(missing)} parameters were not loaded, first {missing[0]!r}")
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            own = any(True for _ in layer.parameters(recurse=False))
+            own = any(True for _ in layer.parameters(recurse=False)) and not is_deferred_attention_layer(layer)
             if own and info.can_load() and not info.load_numel and name not in self._tied:
                 raise RuntimeError(f"layer {name!r} got no weights")
         finalize_layerwise_reload(self.model, self.model_config)

@@ -33,7 +33,8 @@ tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_s
 def made(specs):
     generator = torch.Generator().manual_seed(0)
     return [
-        (f"t{i}.weight", (torch.randn(shape, generator=generator) * 3).to(dtype)) for i, (shape, dtype) in enumerate(specs)
+        (f"t{i}.weight", (torch.randn(shape, generator=generator) * 3).to(dtype))
+        for i, (shape, dtype) in enumerate(specs)
     ]
 
 
@@ -126,10 +127,7 @@ def test_importing_the_engine_does_not_import_vllm():
 
 
 def test_a_step_that_never_returns_ends_the_process_with_3():
-    code = (
-        "import time; from jetrl_bench.rollout_vllm import _Watchdog\n"
-        "with _Watchdog(0.4): time.sleep(60)"
-    )
+    code = "import time; from jetrl_bench.rollout_vllm import _Watchdog\nwith _Watchdog(0.4): time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, timeout=50)
     assert done.returncode == 3 and "did not return within 0.4 s" in done.stderr
 
@@ -245,7 +243,9 @@ def test_an_emulated_layer_must_be_this_flows():
     report = {"layer": "model.layers.0.self_attn.qkv_proj", "method": "FlowLinearMethod"}
     vllm_flow.read_back(flow, [[{**report, "flow": flow.config.model_dump(mode="json")}]])
     with pytest.raises(RuntimeError, match="for another flow"):
-        vllm_flow.read_back(flow, [[{**report, "flow": FlowConfig(rollout="fp8", format="e5m2").model_dump(mode="json")}]])
+        vllm_flow.read_back(
+            flow, [[{**report, "flow": FlowConfig(rollout="fp8", format="e5m2").model_dump(mode="json")}]]
+        )
     with pytest.raises(RuntimeError, match="UnquantizedLinearMethod"):
         vllm_flow.read_back(flow, [[{**report, "method": "UnquantizedLinearMethod"}]])
 
