@@ -4,12 +4,14 @@ lm-eval costs six CPU seconds to import and the tasks a few more to load and sel
 so evaluate many checkpoints in one. The task files, the adapter and the grader are those of lm-eval's command line.
 """
 
+import contextlib
+import io
 import json
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +33,6 @@ class Evaluation:
 
 @cache
 def _tasks(names: tuple[str, ...], data_dir: str, samples: int, temperature: float, max_tokens: int) -> dict:
-    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -76,7 +77,8 @@ def evaluate_benchmarks(
     from jetrl_bench.lm_eval_model import EngineLM
 
     model = EngineLM(generate, encode, decode, seed=seed, stop_ids=stop_ids, bos_id=bos_id, max_length=max_length)
-    results = evaluate(model, task_dict, limit=limit, bootstrap_iters=0, log_samples=True)
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        results = evaluate(model, task_dict, limit=limit, bootstrap_iters=0, log_samples=True)
     rows, scores = [], {}
     for name in tasks:
         own = []
@@ -106,11 +108,20 @@ def _sample_rows(evaluation: Evaluation) -> list[SampleRow]:
 
 
 def evaluate_benchmark(unit, config: EvaluateConfig, data: Path) -> list[SampleRow]:
-    """Rows of one evaluate.Unit (a checkpoint in one flow on one benchmark), sampled by the reference engine."""
+    """Rows of one evaluate.Unit (a checkpoint in one flow on one benchmark), sampled by the reference engine.
+
+    Prompts are the task file's raw text, in the checkpoint's own tokens or in bytes; no chat template.
+    """
+    from jetrl_bench import tasks
     from jetrl_bench.evaluate import complete
     from jetrl_bench.rollout import Request
     from jetrl_bench.seeds import seed_of
-    from jetrl_bench.tasks import EOS_ID, decode, encode
+
+    encode, decode, stop_ids = tasks.encode, tasks.decode, (tasks.EOS_ID,)
+    tokenizer = tasks.load_tokenizer(unit.tokenizer)
+    if tokenizer is not None:
+        encode, decode = partial(tokenizer.encode, add_special_tokens=False), tokenizer.decode
+        stop_ids = tuple(tokenizer.eos_token_id)
 
     def generate(prompts, max_tokens, seed, temperature, stop_ids):
         requests = []
@@ -142,7 +153,7 @@ def evaluate_benchmark(unit, config: EvaluateConfig, data: Path) -> list[SampleR
         seed=unit.seed,
         samples=config.samples,
         temperature=config.temperature,
-        stop_ids=(EOS_ID,),
+        stop_ids=stop_ids,
         max_length=shape["max_position_embeddings"],
     )
     return _sample_rows(evaluation)

@@ -243,6 +243,32 @@ def test_one_antlr_and_no_hydra(repository):
     assert verify(r"\cot x", r"\boxed{\frac{\cos x}{\sin x}}").status == "correct"
 
 
+def test_a_checkpoint_through_the_reference_engine(small_data, tmp_path, capfd):
+    """A checkpoint in a byte vocabulary and one with a tokenizer of its own; equal seeds, equal rows."""
+    from jetrl_bench.config import FlowConfig, ModelConfig
+    from jetrl_bench.evaluate import Unit
+    from jetrl_bench.model import init_model, save_hf
+    from jetrl_bench.tasks import EOS_ID, VOCAB_SIZE
+
+    shape = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32)
+    save_hf(init_model(shape, VOCAB_SIZE, 0), shape, tmp_path / "bytes", eos_token_id=EOS_ID)
+    (tmp_path / "plain").mkdir()
+    tiny_tokenizer().save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / "generation_config.json").write_text('{"eos_token_id": [1, 300]}')
+    config = EvaluateConfig(samples=2, max_tokens=8, limit=2)
+
+    def rows(tokenizer, seed):
+        unit = Unit(tmp_path / "bytes", tmp_path / tokenizer, FlowConfig(), "math_500", seed, 64)
+        return benchmarks.evaluate_benchmark(unit, config, small_data)
+
+    first = rows("plain", 0)
+    assert [(row.problem, row.sample) for row in first] == [(f"test/{i}", k) for i in (0, 1) for k in (0, 1)]
+    assert {row.status for row in first} <= {"truncated", "no_answer"} and all(row.tokens <= 8 for row in first)
+    assert rows("plain", 0) == first
+    assert len(rows("own", 0)) == 4
+    assert capfd.readouterr().err == ""
+
+
 NO_NETWORK = """
 import dataclasses, json, os, socket, sys
 def refuse(*arguments, **options):
@@ -255,23 +281,31 @@ for name, (rows, digest) in json.loads(os.environ["SMALL_MANIFEST"]).items():
 """
 
 
-def tiny_model(folder):
-    """A random two-layer Llama with a byte-level tokenizer."""
-    import torch
+def tiny_tokenizer():
+    """Byte level, 258 entries."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    fast.save_pretrained(folder)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def tiny_model(folder):
+    """A random two-layer Llama with the byte-level tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(
-        vocab_size=len(vocabulary), max_position_embeddings=512, bos_token_id=0, eos_token_id=1, **shape
+        vocab_size=len(tokenizer), max_position_embeddings=512, bos_token_id=0, eos_token_id=1, **shape
     )
     LlamaForCausalLM(config).save_pretrained(folder)
 
