@@ -81,7 +81,7 @@ def number(value: float | int | str | None) -> str:
 
 def interval_text(interval: Interval) -> str:
     if interval.low is None:
-        return f"{number(interval.estimate)} (n = {interval.n}, no interval)"
+        return f"{number(interval.estimate)} (n = {interval.n})"
     above, below = interval.high - interval.estimate, interval.estimate - interval.low
     if math.isclose(above, below, rel_tol=1e-6, abs_tol=1e-12):
         size = max(abs(interval.estimate), above)

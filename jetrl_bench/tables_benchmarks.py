@@ -199,7 +199,7 @@ def plumbing(study: Study, scripted: Path | None = None) -> Table:
             "Truncated: cut off at the token budget. No answer: nothing to grade was found.",
             "Scripted models answer with the gold answers (must score exactly 1) and with nothing (exactly 0).",
             "A chain model cannot read competition mathematics: its scores here say nothing about it.",
-            "±: 95 % t interval over runs.",
+            "±: 95 % t interval over runs; (n = 1): one run, no interval.",
         ],
         source=source_note(study, "table plumbing"),
     )

@@ -29,7 +29,7 @@ from jetrl_bench.quantities import (
 from jetrl_bench.render import Cell, Table
 from jetrl_bench.study import Study, source_note
 
-SEEDS = "± and [ ]: 95 % t interval over seeds."
+SEEDS = "± and [ ]: 95 % t interval over seeds; (n = 1): one seed, no interval."
 
 
 def speed_measured(study: Study) -> Table:

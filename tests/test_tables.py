@@ -248,7 +248,11 @@ def test_one_seed_has_no_interval_and_says_so(tmp_path):
     write_study(tmp_path, {"seeds": [0]})
     table = tables.accuracy(study.load(tmp_path / "runs", tmp_path / "config.json"))
     row = _row(table, "precision", "fp8_rollout_e2m1")
-    assert "no interval" in render.text(row["deployment"]) and row["verdict"] == "not separable"
+    assert (
+        render.text(row["deployment"]).endswith("(n = 1)")
+        and "no interval" in " ".join(table.glossary)
+        and row["verdict"] == "not separable"
+    )
 
 
 def test_every_table_has_kind_glossary_command_and_commit(root, loaded):
