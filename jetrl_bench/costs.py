@@ -155,10 +155,10 @@ class Costs:
         )
         return s.layers * layer + self.gemm_s(head_rows, s.vocab // tp, s.hidden)
 
-    def _attention_prefill_s(self, tokens: float, length: float) -> float:
-        """Causal attention of all layers over sequences of `length`, `tokens` in all, on one replica."""
+    def _attention_prefill_s(self, tokens: float, length: float, tp: int) -> float:
+        """Causal attention of all layers over sequences of `length`, `tokens` in all, heads split over tp GPUs."""
         s = self.model
-        flops = 2.0 * tokens * length * s.heads * s.head_dim / self.tp
+        flops = 2.0 * tokens * length * s.heads * s.head_dim / tp
         kernel = self._table("attention_prefill")
         slowdown = 1 + kernel["half_length"] / length  # short sequences fill fewer tiles
         return s.layers * (kernel["launch"] + flops / (self._peak["bf16"] * kernel["compute"]) * slowdown)
@@ -194,7 +194,7 @@ class Costs:
         chunk = min(self.max_batched_tokens, tokens)
         rows = max(1.0, chunk / max(length, 1.0))
         linear = tokens / chunk * (self._prefill(chunk, self.precision.rollout, math.ceil(rows)) + self.host_s(0))
-        return linear + self._attention_prefill_s(tokens, length)
+        return linear + self._attention_prefill_s(tokens, length, self.tp)
 
     @property
     def weight_bytes(self) -> float:
@@ -229,7 +229,7 @@ class Costs:
         """Kernels of one micro-batch of m tokens through the whole model, forward or forward and backward."""
         s, t, c, fmt = self.model, constants()["training"], constants()["elementwise"], self.precision.train
         forward = sum(self.gemm_s(m, n, k, fmt) for n, k in s.linears)
-        attention = self.tp * self._attention_prefill_s(m, length) / s.layers
+        attention = self._attention_prefill_s(m, length, 1) / s.layers
         moved = m * (c["norm_bytes"] * s.hidden + c["act_bytes"] * s.intermediate + c["qkv_bytes"] * s.linears[0][0])
         elementwise = self.quantise_s(moved, 1)
         layer = forward + attention + elementwise

@@ -327,12 +327,19 @@ def table(report: dict) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", nargs="?", help="a scenario file (config/scenarios/*.yaml, docs/speed.md)")
     parser.add_argument("--validate", action="store_true", help="compare the model with published measurements")
+    parser.add_argument("--figures", type=Path, metavar="OUT", help="write the modelled figures and tables to OUT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers as JSON")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="also write what is printed")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.validate == bool(args.scenario):
-        raise ValueError("simulate takes a scenario file or --validate")
+    if [bool(args.scenario), args.validate, bool(args.figures)].count(True) != 1:
+        raise ValueError("simulate takes a scenario file, --validate or --figures OUT: one of them")
+    if args.figures:
+        from . import figures_modelled  # matplotlib is needed here only
+
+        print("\n".join(map(str, figures_modelled.render_all(args.figures))))
+        return 0
     if args.validate:
         data = validation.validate()
         text = validation.report(data)
@@ -341,6 +348,8 @@ def run(args: argparse.Namespace) -> int:
         text = table(data)
     if args.json:
         args.json.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    if args.text:
+        args.text.write_text(text + "\n")
     print(text)
     return 0
 

@@ -1,5 +1,6 @@
 """Scenario files, the printed report, and the validation against published measurements."""
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -56,8 +57,9 @@ def test_counter_examples_come_out_slower(name, slow, fast):
 
 def test_report_holds_hardware_equal_and_says_modelled(tmp_path, capsys):
     out = tmp_path / "out.json"
-    parser_args = type("A", (), {"scenario": str(write(tmp_path)), "validate": False, "json": out})
-    assert scenario.main_simulate(parser_args) == 0
+    parser = argparse.ArgumentParser()
+    scenario.add_arguments(parser)
+    assert scenario.main_simulate(parser.parse_args([str(write(tmp_path)), "--json", str(out)])) == 0
     printed, data = capsys.readouterr().out, json.loads(out.read_text())
     assert "modelled" in printed and data["kind"] == "modelled"
     assert {a["gpus"] for a in data["arms"].values()} == {8}
