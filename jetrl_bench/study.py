@@ -164,7 +164,7 @@ class Records:
         """value(run) of two arms on the seeds that both have and that both know the value of."""
         one = {run.seed: value(run) for run in self.arms[arm]}
         two = {run.seed: value(run) for run in self.arms[control]}
-        seeds = [s for s in one if s in two and one[s] is not None and two[s] is not None]
+        seeds = [s for s in one if s is not None and s in two and one[s] is not None and two[s] is not None]
         return [one[s] for s in seeds], [two[s] for s in seeds]
 
     def shas(self) -> list[str]:
@@ -206,14 +206,10 @@ def load(runs: Path, config: Path | None, partial: bool = False) -> Study:
     if not runs.is_dir():
         raise ValueError(f"{runs}: no such folder of records")
     if config is None:
-        arms: dict[str, list[RunRecord]] = {}
-        for folder in find(runs):
-            run = read(folder)
-            arms.setdefault(run.method, []).append(run)
-        if not arms:
+        found = [read(folder) for folder in find(runs)]
+        if not found:
             raise ValueError(f"{runs}: no records")
-        for method, members in arms.items():
-            arms[method] = sorted(members, key=lambda r: (r.seed is None, r.seed, str(r.folder)))
+        arms = _arms(found)
         return Study({runs.name: _checked(Records(runs.name, "", None, arms))})
     suite = configs.load([config])
     cache: dict[Path, RunRecord] = {}
@@ -232,6 +228,22 @@ def load(runs: Path, config: Path | None, partial: bool = False) -> Study:
         summaries = {method: _summary(suite.method(method)) for method in arms}
         experiments[name] = _checked(Records(name, experiment.title, experiment.baseline, arms, summaries))
     return Study(experiments, suite)
+
+
+def _arms(runs: list[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Runs by method, and by settings where one method ran with several (then named method@settings)."""
+    groups: dict[str, dict[str, list[RunRecord]]] = {}
+    for run in runs:
+        settings = {k: v for k, v in run.manifest.settings.items() if k not in ("seed", "base_index", "replicate")}
+        key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
+        groups.setdefault(run.method, {}).setdefault(key, []).append(run)
+    return {
+        method if len(variants) == 1 else f"{method}@{key}": sorted(
+            members, key=lambda run: (run.seed is None, run.seed or 0, str(run.folder))
+        )
+        for method, variants in sorted(groups.items())
+        for key, members in sorted(variants.items())
+    }
 
 
 def _summary(method: configs.Method) -> str:

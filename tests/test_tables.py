@@ -310,6 +310,23 @@ def test_imported_logs_fill_what_they_know(tmp_path):
         assert "imported:" in render.markdown(build(loaded)), name
 
 
+def test_without_a_config_different_settings_are_different_arms(tmp_path):
+    write_study(tmp_path, {"seeds": [0, 1], "select": ["inflight"]})
+    write_study(tmp_path, {"seeds": [0], "select": ["inflight"], "lr": 1e-4})
+    arms = study.load(tmp_path / "runs", None).experiments["runs"].arms
+    names = [name for name in arms if name.startswith("concurrent@")]
+    assert sorted(len(arms[name]) for name in names) == [1, 2] and "concurrent" not in arms
+
+
+def test_runs_of_unknown_seed_are_never_paired(tmp_path):
+    from test_importers import LOGS
+
+    importers.import_log("verl", LOGS / "verl.log", tmp_path / "runs" / "a")
+    importers.import_log("trl", LOGS / "trl_console.log", tmp_path / "runs" / "b")
+    records = study.load(tmp_path / "runs", None).experiments["runs"]
+    assert records.paired("verl", "trl", lambda run: 1.0) == ([], [])
+
+
 def test_csv_spreads_intervals(loaded):
     rows = list(csv.DictReader(io.StringIO(render.to_csv(tables.accuracy(loaded)))))
     row = next(r for r in rows if (r["experiment"], r["method"]) == ("precision", "bf16"))
