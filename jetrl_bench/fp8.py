@@ -181,86 +181,87 @@ def uniform_noise(shape: tuple[int, int], seed: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ GEMM
 
 ROWS = 64
-"""Rows of a GEMM tile. A library may choose another order of the sum for another number of rows; equal tiles cannot."""
-WHOLE_K = 256
-"""Longest reduction for which the AMX kernels of oneDNN were seen to keep one order of the sum whatever the rows."""
+"""Rows of a tile where the fp32 GEMM is used: a library may pick another order of the sum for another number of rows."""
 
 
 @functools.cache
 def gemm_isa() -> str:
-    """'amx', 'avx512_bf16' or 'fp32': how a bf16 GEMM is computed here. fp32: no fast bf16 instructions (or capped by
-    ONEDNN_MAX_CPU_ISA), so bf16 operands are multiplied by the fp32 GEMM and the result is rounded; same precision."""
-    cap = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL").upper()
-    unlimited = cap in ("ALL", "DEFAULT")
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        if torch.cpu._is_amx_tile_supported() and (unlimited or "AMX" in cap):
-            return "amx"
-        if torch.cpu._is_avx512_bf16_supported() and (unlimited or "BF16" in cap or "AMX" in cap or "FP16" in cap):
-            return "avx512_bf16"
-    return "fp32"
+    """How the products inside a block of 128 are computed on this CPU. 'amx': bf16 tiles (oneDNN's or kernels.c's, the
+    same bits). 'fp32': no bf16 tiles, or capped by ONEDNN_MAX_CPU_ISA or ATEN_CPU_CAPABILITY: the fp32 GEMM on the same
+    operands. Products are exact and sums are fp32 in both; the order of the sum, and so the last bits, differ."""
+    cap = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT").upper()
+    allowed = cap in ("ALL", "DEFAULT") or "AMX" in cap
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return "amx" if allowed and wide and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() else "fp32"
 
 
-def _tiles(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [M, K] @ w [N, K]^T in tiles of ROWS rows, the last one padded with zeros."""
-    M = x.shape[0]
-    if M == ROWS:
-        return F.linear(x, w, bias)
-    x = F.pad(x, (0, 0, 0, -M % ROWS))
-    return torch.cat([F.linear(tile, w, bias) for tile in x.split(ROWS)])[:M]
+class Factor:
+    """The right-hand factor of a GEMM, [N rows, K reduction] of bf16 values, made ready once.
+
+    transposed: `values` is stored [K, N]. scales: fp32 [N, ceil K / 128], where values are codes.
+    """
+
+    def __init__(self, values: torch.Tensor, scales: torch.Tensor | None = None, *, transposed: bool = False):
+        self.values, self.scales, self.transposed = values, scales, transposed
+        self.rows, self.reduction = values.shape[::-1] if transposed else values.shape
+        self._packed: torch.Tensor | None = None
+
+    def packed(self) -> torch.Tensor:
+        """The values in the tile unit's layout (kernels.c)."""
+        if self._packed is None:
+            self._packed = kernels.pack(self.values, transposed=self.transposed)
+        return self._packed
 
 
-def bf16_linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """bf16 [M, K] @ [N, K]^T + [N] -> bf16 [M, N]; a row's bits depend neither on the other rows nor on their number."""
-    if x.device.type != "cpu":
-        return F.linear(x, w, bias)
-    isa = gemm_isa()
-    if isa == "amx" and x.shape[1] <= WHOLE_K:
-        return F.linear(x, w, bias)
-    if isa == "fp32":
-        bias = None if bias is None else bias.float()
-        return _tiles(x.float(), w.float(), bias).to(torch.bfloat16)
-    return _tiles(x, w, bias)
+def gemm(
+    x: torch.Tensor,
+    w: Factor,
+    *,
+    x_scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """x [M, K] @ w^T + bias -> [M, N]: fp32 sums over blocks of 128 along K, added in order, rounded once to `dtype`.
+
+    With scales (x_scales [M, ceil K / 128] and w.scales) every block's sum is multiplied by the product of its two
+    scales. A row's bits depend neither on the other rows nor on their number: blocks are the same for every M.
+    """
+    assert (x_scales is None) == (w.scales is None)
+    if kernels.compiled(x) and gemm_isa() == "amx":
+        return kernels.gemm(x, w.packed(), w.rows, x_scales, w.scales, bias, dtype)
+    values = w.values.t() if w.transposed else w.values
+    total = None
+    for i, (a, b) in enumerate(zip(x.float().split(BLOCK, 1), values.float().split(BLOCK, 1))):
+        part = _block_product(a, b)
+        if x_scales is not None:
+            part = part * (x_scales[:, i, None] * w.scales[None, :, i])
+        total = part if total is None else total + part
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(dtype)
 
 
-def fp32_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The same with fp32 output (and operands of bf16 values held in fp32 or bf16)."""
-    x, w = x.float(), w.float()
-    if x.device.type != "cpu":
-        return F.linear(x, w)
-    return _tiles(x, w)
+def gemm_tokens(
+    a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor | None = None, b_scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a [T, M], b [T, N] -> a^T b, fp32 [M, N], the same sum running over blocks of 128 tokens (weight gradients).
+    Scales [M, ceil T / 128], [N, ceil T / 128]."""
+    if kernels.compiled(a) and gemm_isa() == "amx":
+        return kernels.gemm_tokens(a, b, a_scales, b_scales)
+    return gemm(a.t(), Factor(b, b_scales, transposed=True), x_scales=a_scales, dtype=torch.float32)
 
 
-class _exact_bf16_products:
-    """fp32 GEMMs whose operands are bf16 values may run on bf16 units: the products are exact and the sum is fp32."""
-
-    def __enter__(self):
-        self.fast = gemm_isa() != "fp32"
-        if self.fast:
-            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-
-    def __exit__(self, *_):
-        if self.fast:
-            torch.backends.mkldnn.matmul.fp32_precision = "none"
-
-
-def bf16_matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[M, K] @ [K, N] of bf16 values, fp32 sum and output; bits may depend on M (used for weight gradients)."""
-    with _exact_bf16_products():
-        return a.float() @ b.float()
-
-
-def bf16_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """bf16 [M, K] @ [K, N] -> bf16; bits may depend on M (used for input gradients)."""
-    if a.device.type == "cpu" and gemm_isa() == "fp32":
-        return (a.float() @ b.float()).to(torch.bfloat16)
-    return a @ b
-
-
-def block_gemm(a, a_scales, b, b_scales, *, rows_invariant: bool) -> torch.Tensor:
-    """Codes a [M, K], b [N, K] (values), scales [M, ceil K / 128] and [N, ceil K / 128] -> fp32 [M, N]:
-    sum over blocks of 128 along K of (a_block @ b_block^T) * (a_scale * b_scale), everything in fp32."""
-    total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
-    for i, (x, w) in enumerate(zip(a.float().split(BLOCK, 1), b.float().split(BLOCK, 1))):
-        part = fp32_linear(x, w) if rows_invariant else bf16_matmul_fp32(x, w.t())
-        total += part * (a_scales[:, i, None] * b_scales[None, :, i])
-    return total
+def _block_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """fp32 [M, K <= 128] @ [N, K]^T of bf16 values."""
+    if a.device.type != "cpu":
+        return a @ b.t()
+    if gemm_isa() == "amx":  # exact products, fp32 sums: the library may use its bf16 tiles
+        before = torch.backends.mkldnn.matmul.fp32_precision
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        try:
+            return F.linear(F.pad(a, (0, 0, 0, max(16 - a.shape[0], 0))), b)[: a.shape[0]]  # one row: another kernel
+        finally:
+            torch.backends.mkldnn.matmul.fp32_precision = before
+    M = a.shape[0]
+    tiles = F.pad(a, (0, 0, 0, -M % ROWS)).split(ROWS)
+    return torch.cat([F.linear(tile, b) for tile in tiles])[:M]

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
@@ -72,10 +73,14 @@ def _library() -> ctypes.CDLL | None:
         "token_logprobs": [p, n, p, f, p, p, p, p, p, i, i],
         "token_logprobs_backward": [p, p, n, p, f, p, p, p, i, i],
         "sample": [p, n, p, p, p, p, p, p, i, i],
+        "pack_rows": [p, i, i, i, p],
+        "pack_columns": [p, i, i, i, p],
+        "gemm": [p, i, i, i, p, p, p, i, p, p, n],
+        "gemm_tokens": [p, i, i, p, p, i, i, p, i, p],
     }
     for name, types in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, None
+        if (function := getattr(library, name, None)) is not None:  # tiles exist on some processors only
+            function.argtypes, function.restype = types, None
     return library
 
 
@@ -101,6 +106,48 @@ def _c(x: torch.Tensor) -> ctypes.CDLL | None:
 
 def _p(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def compiled(x: torch.Tensor) -> bool:
+    """Whether the compiled kernels serve this tensor."""
+    return _c(x) is not None
+
+
+# ------------------------------------------------------------------------------------------------ tiles of the GEMM
+
+
+def pack(w: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    """bf16 [N, K], or [K, N] if transposed -> the tile unit's layout, zero padded to multiples of 32."""
+    w = w if w.stride(1) == 1 else w.contiguous()
+    N, K = w.shape[::-1] if transposed else w.shape
+    out = torch.empty((N + -N % 32) * (K + -K % 32), dtype=torch.bfloat16)
+    (_library().pack_columns if transposed else _library().pack_rows)(_p(w), w.stride(0), N, K, _p(out))
+    return out
+
+
+def gemm(x, packed, N: int, x_scales, w_scales, bias, dtype: torch.dtype) -> torch.Tensor:
+    """fp8.gemm on packed tiles."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    M, K = x.shape
+    out = torch.empty(M, N, dtype=dtype)
+    if x_scales is not None:
+        x_scales, w_scales = x_scales.contiguous(), w_scales.contiguous()
+    _library().gemm(
+        _p(x), x.stride(0), M, K, _p(x_scales), _p(packed), _p(w_scales), N, _p(bias), _p(out), dtype == torch.bfloat16
+    )
+    return out
+
+
+def gemm_tokens(a, b, a_scales, b_scales) -> torch.Tensor:
+    """fp8.gemm_tokens on packed tiles."""
+    a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
+    T, M = a.shape
+    N = b.shape[1]
+    out = torch.empty(M, N)
+    if a_scales is not None:
+        a_scales, b_scales = a_scales.contiguous(), b_scales.contiguous()
+    _library().gemm_tokens(_p(a), a.stride(0), M, _p(a_scales), _p(b), b.stride(0), N, _p(b_scales), T, _p(out))
+    return out
 
 
 # ------------------------------------------------------------------------------------------------ fixed-shape sums
@@ -629,11 +676,15 @@ def sample(logits, temperatures, seeds, counts, tokens, logprobs, full: torch.Te
         return
     greedy = temperatures <= 0
     d, e, _, total = _head(logits, torch.where(greedy, 1.0, temperatures)[:, None])
-    cumulative = e[:, :V].double().cumsum(1)
-    goal = uniform(seeds.cpu(), counts.cpu()).to(logits.device) * cumulative[:, -1]
-    above = (cumulative > goal[:, None]) & (e[:, :V] > 0)
-    last = V - 1 - (e[:, :V] > 0).flip(1).int().argmax(1)
-    drawn = torch.where(above.any(1), above.int().argmax(1), last)
+    blocks = e.unflatten(1, (-1, 16))
+    ends = F.pad(_fold(blocks).double().cumsum(1), (1, 0))
+    goal = uniform(seeds.cpu(), counts.cpu()).to(logits.device)[:, None] * ends[:, -1:]
+    block = (ends[:, 1:-1] <= goal).sum(1)
+    row = torch.arange(R, device=logits.device)
+    inside = torch.cat([ends[row, block, None], blocks[row, block].double()], 1).cumsum(1)[:, 1:]
+    drawn = 16 * block + (inside[:, :15] <= goal).sum(1)
+    nonzero = torch.where(e > 0, torch.arange(e.shape[1], device=logits.device), 0).cummax(1).values
+    drawn = nonzero.gather(1, drawn[:, None])[:, 0]  # a draw is never a token of probability 0
     tokens.copy_(torch.where(greedy, (d[:, :V] == 0).int().argmax(1), drawn))
     ln = log(total)
     logprobs.copy_(d.gather(1, tokens[:, None])[:, 0] - ln)

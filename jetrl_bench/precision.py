@@ -35,6 +35,7 @@ import torch
 
 from jetrl_bench import fp8, kernels
 from jetrl_bench.config import FlowConfig
+from jetrl_bench.fp8 import Factor
 from jetrl_bench.kernels import QuantSpec
 
 
@@ -56,20 +57,16 @@ class Weight(NamedTuple):
 
     bf16: torch.Tensor
     """bf16(master) [N, K]."""
-    operand: torch.Tensor
-    """What the forward GEMM multiplies, bf16 [N, K]: bf16, codes x power-of-two scale, or codes (then with scales)."""
-    scales: torch.Tensor | None
-    """fp32 scales spread to [N, ceil K / 128], or None."""
+    forward: Factor
+    """What the forward GEMM multiplies [N, K]: bf16, codes x power-of-two scale, or codes with fp32 scales."""
+    dgrad: list[Factor]
+    """What dgrad multiplies, transposed [K, N]: one factor, or one for each part where scales are fp32."""
     parts: tuple[int, ...]
     """N of each part."""
     bias: torch.Tensor | None
     quantized: bool
     masters: tuple[torch.Tensor, ...]
     """The fp32 parameters behind it (weights, then biases); empty in an engine."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum({t.data_ptr(): t.nbytes for t in (self.bf16, self.operand, self.scales) if t is not None}.values())
 
 
 def prepare_weight(
@@ -81,17 +78,20 @@ def prepare_weight(
     bias = torch.cat([b.detach().to(torch.bfloat16) for b in biases]) if biases else None
     sizes = tuple(w.shape[0] for w in parts)
     if not quantized:
-        return Weight(bf16, bf16, None, sizes, bias, False, masters)
-    spec, operands, scales = side.forward, [], []
+        return Weight(bf16, Factor(bf16), [Factor(bf16, transposed=True)], sizes, bias, False, masters)
+    spec, operands, scales, dgrad = side.forward, [], [], []
     for part in parts:
         block = fp8.block_of(side.weight_groups, part.shape, weight=True)
         values, scale = kernels.quantize_blocks(part, block, spec, dequantize=spec.pow2, want_scales=not spec.pow2)
         operands.append(values)
         if scale is not None:
             scales.append(_per_block(scale, block, part.shape))
-    return Weight(
-        bf16, torch.cat(operands), None if spec.pow2 else torch.cat(scales), sizes, bias, True, masters
-    )  # fmt: skip
+            flipped = (min(block[1], part.shape[1]), min(block[0], part.shape[0]))
+            dgrad.append(Factor(values, _per_block(scale.t(), flipped, part.shape[::-1]), transposed=True))
+    operand = torch.cat(operands)
+    forward = Factor(operand, None if spec.pow2 else torch.cat(scales))
+    backward = [Factor(operand, transposed=True)] if spec.pow2 else dgrad
+    return Weight(bf16, forward, backward, sizes, bias, True, masters)
 
 
 def _per_block(scale: torch.Tensor, block: tuple[int, int], shape) -> torch.Tensor:
@@ -111,18 +111,17 @@ def _quantized_rows(x: torch.Tensor, groups: str, spec: QuantSpec):
 def linear(x: torch.Tensor, weight: Weight, side: Side) -> torch.Tensor:
     """Y = X W^T (+ bias), bf16 [T, K] -> bf16 [T, N]: the forward operator of both sides."""
     if not weight.quantized:
-        return fp8.bf16_linear(x, weight.operand, weight.bias)
-    if weight.scales is None:
+        return fp8.gemm(x, weight.forward, bias=weight.bias)
+    if side.forward.pow2:
         block = fp8.block_of(side.activation_groups, x.shape)
-        return fp8.bf16_linear(kernels.quantize_blocks(x, block, side.forward)[0], weight.operand, weight.bias)
-    codes, scale = _quantized_rows(x, side.activation_groups, side.forward)
-    y = fp8.block_gemm(codes, scale, weight.operand, weight.scales, rows_invariant=True)
-    return (y if weight.bias is None else y + weight.bias.float()).to(torch.bfloat16)
+        return fp8.gemm(kernels.quantize_blocks(x, block, side.forward)[0], weight.forward, bias=weight.bias)
+    codes, scales = _quantized_rows(x, side.activation_groups, side.forward)
+    return fp8.gemm(codes, weight.forward, x_scales=scales, bias=weight.bias)
 
 
 def head(x: torch.Tensor, weight: Weight, side: Side) -> torch.Tensor:
     """Logits [T, V]: bf16, or fp32 where lm_head is fp32 (bf16 operands, exact products, fp32 sum, no rounding)."""
-    return fp8.fp32_linear(x, weight.operand) if side.lm_head == "fp32" else linear(x, weight, side)
+    return fp8.gemm(x, weight.forward, dtype=torch.float32) if side.lm_head == "fp32" else linear(x, weight, side)
 
 
 class Linear(torch.autograd.Function):
@@ -152,10 +151,10 @@ class Linear(torch.autograd.Function):
             (x,) = ctx.saved_tensors
         if dy.dtype == torch.float32:  # fp32 head: its gradient reaches the bf16 stream rounded once
             dy = dy.to(torch.bfloat16)
-        dx = _dgrad(dy, weight, flow) if quantized else fp8.bf16_matmul(dy, weight.bf16)
+        dx = _dgrad(dy, weight, flow, quantized=quantized)
         if config.grad_transport == "fp8" and not ctx.is_head:
             dx = kernels.quantize_blocks(dx, (1, fp8.BLOCK), flow.grad)[0]
-        dw = _wgrad(dy, x, flow) if quantized else fp8.bf16_matmul_fp32(dy.t(), x)
+        dw = _wgrad(dy, x, flow) if quantized else fp8.gemm_tokens(dy, x)
         if config.wgrad_output == "bf16":
             dw = dw.to(torch.bfloat16).float()
         grads = list(dw.split(weight.parts)) if len(weight.parts) > 1 else [dw]
@@ -164,26 +163,22 @@ class Linear(torch.autograd.Function):
         return dx, None, None, None, *grads
 
 
-def _dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow") -> torch.Tensor:
-    """dX = dY W; dY grouped along N inside each part, W as the forward's codes."""
-    groups, side = flow.config.activation_groups, flow.train_side
-    if flow.grad.pow2 and weight.scales is None:
-        parts = [flow.quantize_grad(d, fp8.block_of(groups, d.shape)) for d in dy.split(weight.parts, 1)]
-        return fp8.bf16_matmul(parts[0] if len(parts) == 1 else torch.cat(parts, 1), weight.operand)
-    total = 0
-    for d, w in zip(dy.split(weight.parts, 1), weight.bf16.split(weight.parts)):
-        block = fp8.block_of(side.weight_groups, w.shape, weight=True)
-        d_block = fp8.block_of(groups, d.shape)
-        if side.weight_groups == "row":  # a scale per output channel varies along this reduction: no block form
-            w_hat = kernels.quantize_blocks(w, block, side.forward, dtype=torch.float32)[0]
-            total = total + flow.quantize_grad(d, d_block, dtype=torch.float32) @ w_hat
-            continue
-        codes, scales = kernels.quantize_blocks(w, block, side.forward, dequantize=False, want_scales=True)
-        d_codes, d_scales = flow.quantize_grad(d, d_block, dequantize=False)
-        w_scales = _per_block(scales.t(), (min(block[1], w.shape[1]), 0), (w.shape[1], w.shape[0]))
-        total = total + fp8.block_gemm(
-            d_codes, _per_block(d_scales, d_block, d.shape), codes.t(), w_scales, rows_invariant=False
-        )
+def _dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow", *, quantized: bool) -> torch.Tensor:
+    """dX = dY W; dY grouped along N inside each part, W as the forward's codes (forward_only: both bf16)."""
+    if not quantized:
+        factor = Factor(weight.bf16, transposed=True) if weight.quantized else weight.dgrad[0]
+        return fp8.gemm(dy, factor)
+    groups = flow.config.activation_groups
+    parts = dy.split(weight.parts, 1)
+    if flow.grad.pow2:
+        parts = [flow.quantize_grad(d, fp8.block_of(groups, d.shape)) for d in parts]
+        return fp8.gemm(parts[0] if len(parts) == 1 else torch.cat(parts, 1), weight.dgrad[0])
+    total = None
+    for d, factor in zip(parts, weight.dgrad):
+        block = fp8.block_of(groups, d.shape)
+        codes, scales = flow.quantize_grad(d, block, dequantize=False)
+        part = fp8.gemm(codes, factor, x_scales=_per_block(scales, block, d.shape), dtype=torch.float32)
+        total = part if total is None else total + part
     return total.to(torch.bfloat16)
 
 
@@ -192,15 +187,12 @@ def _wgrad(dy: torch.Tensor, x: torch.Tensor, flow: "PrecisionFlow") -> torch.Te
     groups = flow.config.activation_groups
     dy_block, x_block = (fp8.transposed_block_of(groups, t.shape) for t in (dy, x))
     if flow.grad.pow2:
-        a = flow.quantize_grad(dy, dy_block, dtype=torch.float32)
-        b = kernels.quantize_blocks(x, x_block, flow.grad, dtype=torch.float32)[0]
-        return fp8.bf16_matmul_fp32(a.t(), b)
-    operands = []
-    for t, block, quantize in ((dy, dy_block, flow.quantize_grad), (x, x_block, flow.quantize_input)):
-        codes, scales = quantize(t, block, dequantize=False)
-        block = (block[1], block[0])
-        operands += [codes.t(), _per_block(scales.t(), block, (t.shape[1], t.shape[0]))]
-    return fp8.block_gemm(*operands, rows_invariant=False)
+        return fp8.gemm_tokens(flow.quantize_grad(dy, dy_block), flow.quantize_input(x, x_block))
+    (a, a_scale), (b, b_scale) = (
+        flow.quantize_grad(dy, dy_block, dequantize=False), flow.quantize_input(x, x_block, dequantize=False)
+    )  # fmt: skip
+    a_scale = _per_block(a_scale.t(), dy_block[::-1], dy.shape[::-1])
+    return fp8.gemm_tokens(a, b, a_scale, _per_block(b_scale.t(), x_block[::-1], x.shape[::-1]))
 
 
 class ConversionReport(NamedTuple):
@@ -217,6 +209,12 @@ class PrecisionFlow:
         if config.backend != "emulated":
             raise ValueError(
                 f"flow.backend {config.backend!r} needs an FP8 GPU, which this build does not drive; use 'emulated'"
+            )
+        fp32_scales = not fp8.spec(config.format, config.scale, config.train_rule).pow2
+        if config.train == "fp8" and not config.forward_only and config.weight_groups == "row" and fp32_scales:
+            raise ValueError(
+                "flow.weight_groups 'row' with fp32 scales cannot run dgrad in FP8: the scale of an output channel varies "
+                "along dgrad's reduction; use 'block', power-of-two scales, or forward_only"
             )
         self.config = config
         self.rollout_side = self._side(config.rollout == "fp8", config.rollout_rule, kv=config.kv_cache == "fp8")
