@@ -1,13 +1,13 @@
 """Publish complete, clean records with the tables and figures drawn from them, and compare records with each other.
 
 `publish` copies the selected runs to results/reference: manifest, train.jsonl and timing.jsonl as they are, evaluation
-rows packed (study.pack_samples), the resolved config, scripted answers, tables and figures. It refuses uncommitted
+rows packed (study.pack_samples), the resolved config, scripted answers, tables and figures, and, where they stand beside
+the runs, the measured speed report and the paper. It refuses uncommitted
 code, missing runs, absent benchmarks (unless told) and more than 30 MB. Everything that renders from results/runs
 renders from results/reference/runs. `diff A B` (diff.py) compares what must be equal.
 """
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from jetrl_bench import config as configs
@@ -16,6 +16,7 @@ from jetrl_bench.record import Manifest, SampleRow, read_rows, write_json
 from jetrl_bench.study import BENCHMARKS, RunRecord, Study, load, pack_samples, unpack_samples
 
 LIMIT_BYTES = 30 * 10**6
+BESIDE = ("speed.json", "speed.md", "paper/paper.pdf")
 
 
 def check(study: Study, allow_absent: bool) -> None:
@@ -68,7 +69,6 @@ def publish(
     figure_folder: Path,
     out: Path,
     scripted: Path | None = None,
-    speed: Sequence[Path] = (),
     allow_absent: bool = False,
 ) -> int:
     """Write OUT (replacing it when everything has been checked) and return its size in bytes."""
@@ -91,10 +91,14 @@ def publish(
     for source, name in ((table_folder, "tables"), (figure_folder, "figures")):
         _copy_flat(Path(source), fresh / name)
     if scripted is not None:
+        if not Path(scripted).is_dir():
+            raise ValueError(f"{scripted}: no such folder; evaluate the scripted models first")
         for folder in sorted(path for path in Path(scripted).iterdir() if path.is_dir()):
             _copy_flat(folder, fresh / "scripted" / folder.name)
-    for path in speed:
-        shutil.copyfile(path, fresh / Path(path).name)
+    for name in BESIDE:
+        path = Path(runs).parent / name
+        if path.exists():
+            shutil.copyfile(path, fresh / path.name)
     size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if size > LIMIT_BYTES:
         shutil.rmtree(fresh)
@@ -122,14 +126,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--tables", type=Path, default=results / "tables")
     parser.add_argument("--figures", type=Path, default=results / "figures")
     parser.add_argument("--scripted", type=Path, default=results / "scripted", help="answers of the scripted models")
-    parser.add_argument("--speed", type=Path, nargs="*", default=[], help="measured speed reports to take along")
     parser.add_argument("--out", type=Path, default=results / "reference")
     parser.add_argument("--allow-absent", action="store_true", help="publish although a benchmark has no data")
 
 
 def run(args) -> int:
-    size = publish(
-        args.runs, args.config, args.tables, args.figures, args.out, args.scripted, args.speed, args.allow_absent
-    )
+    size = publish(args.runs, args.config, args.tables, args.figures, args.out, args.scripted, args.allow_absent)
     print(f"{args.out}: {size / 1e6:.2f} MB")
     return 0

@@ -54,6 +54,19 @@ def test_everything_renders_from_the_reference_with_equal_bytes(root, tmp_path):
     assert claims.metric(loaded.runs[0], "heldout_deployment") is not None
 
 
+def test_what_stands_beside_the_runs_goes_along(root, tmp_path):
+    copied = _copy(root, tmp_path)
+    (copied / "speed.json").write_text("{}")
+    (copied / "paper").mkdir()
+    (copied / "paper" / "paper.pdf").write_bytes(b"%PDF-")
+    _publish(copied, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"runs", "config.json", "tables", "figures", "scripted", "speed.json", "paper.pdf"}
+    with pytest.raises(ValueError, match="nowhere: no such folder"):
+        _publish(copied, tmp_path / "out", scripted=tmp_path / "nowhere")
+    assert (tmp_path / "out" / "speed.json").exists()
+
+
 def test_published_records_equal_the_originals(root, tmp_path, capsys):
     reference = tmp_path / "reference"
     _publish(root, reference)
