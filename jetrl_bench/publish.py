@@ -1,10 +1,10 @@
 """Publish complete, clean records with the tables and figures drawn from them, and compare records with each other.
 
 `publish` copies the selected runs to results/reference: manifest, train.jsonl and timing.jsonl as they are, evaluation
-rows packed (study.pack_samples), the resolved config, scripted answers, tables and figures, and, where they stand beside
-the runs, the measured speed report and the paper. It refuses uncommitted
-code, missing runs, absent benchmarks (unless told) and more than 30 MB. Everything that renders from results/runs
-renders from results/reference/runs. `diff A B` (diff.py) compares what must be equal.
+rows packed (study.pack_samples), the resolved config, scripted answers, tables and figures, and, where they stand
+beside the runs, the measured speed report and the paper. It refuses uncommitted code, missing runs, absent benchmarks
+(unless told) and more than 30 MB. Everything that renders from results/runs renders from results/reference/runs.
+`diff A B` (diff.py) compares what must be equal.
 """
 
 import shutil
