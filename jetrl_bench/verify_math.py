@@ -53,9 +53,14 @@ def _enclosed(text: str) -> str:
 
 _LABEL = re.compile(r"\(?([A-Ja-j])\)?")
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|\.|:|$))", re.IGNORECASE)
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_REPEATING = re.compile(r"([-+]?)([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{\s*([0-9]+)\s*\}")
+_SET_BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?::|\\mid(?![A-Za-z])|\|)\s*(.*)\\\}")
 _WHOLE_TEXT = re.compile(r"\\text\{([^{}\\]*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
-_BASE = re.compile(r"\(?\s*([0-9A-Fa-f][0-9A-Fa-f ,]*?)\s*\)?\s*(?:_\s*\{?\s*(?:base )?(\w+)\s*\}?|\s+base (\w+))")
+_BASE = re.compile(
+    r"\(?\s*([0-9A-Fa-f][0-9A-Fa-f ,]*?)\s*\)?\s*(?:_\s*\{?\s*\(?(?:base )?(\w+)\)?\s*\}?|\s+\(?base (\w+)\)?)"
+)
 _BASE_WORDS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 _BASE_NAMES = {word: base for base, word in enumerate(_BASE_WORDS, 2)}
 _UNIT_GROUP = re.compile(r"\s*(?:/|\\cdot|\*)?\s*\\text\{[^{}]*[A-Za-z][^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?\s*$")
@@ -65,6 +70,7 @@ _UNIT_WORDS = re.compile(rf"(?<=[0-9}})%])\s+(?:{_UNIT_WORD})+(?:\^\s*(?:\{{\s*\
 _FUNCTIONS = {"pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "arcsin", "arccos", "arctan"}
 _CONNECTIVE = re.compile(r"\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<=[\s,])(?:and|or)(?=\s)|\\(?:vee|lor)(?![A-Za-z]))\s*")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?)\s*(?:=|\\in(?![A-Za-z]))\s*")
+_CONTAINED = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
 _INEQUALITY = re.compile(r"<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z])")
 _VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?|\\(?:theta|alpha|beta|lambda)")
 _COLON = re.compile(r"(\d+)\s*:\s*(\d+)(?:\s*:\s*(\d+))?(?:\s*(?:\\text\{)?\s*([ap])\.?m\.?\s*\}?)?", re.IGNORECASE)
@@ -90,7 +96,7 @@ def strip_units(text: str) -> tuple[str, bool]:
     text = re.sub(r"\s*\\text\{\s*(?:percent|per cent|pct)\s*\}\s*$|(?<=[0-9}])\s*percent$", "%", text.strip())
     while True:
         before = text
-        text = re.sub(r"\s*\^\s*\\circ\s*$", "", text)
+        text = text if _TRIGONOMETRIC.search(text) else re.sub(r"\s*\^\s*\\circ\s*$", "", text)
         shorter = _UNIT_GROUP.sub("", text)
         text = shorter if shorter.strip() else text
         match = _UNIT_WORDS.search(text)
@@ -99,7 +105,8 @@ def strip_units(text: str) -> tuple[str, bool]:
         if text == before:
             break
     whole = re.fullmatch(r"\\text\{\s*([^{}\\]*[0-9][^{}\\]*?)\s*\}", text)
-    text = whole[1] if whole else text
+    if whole:
+        return strip_units(whole[1])
     return (text[:-1].strip(), True) if text.endswith("%") else (text.strip(), False)
 
 
@@ -108,6 +115,11 @@ def exact_value(text: str) -> Fraction | None:
         text = text.replace(",", "")
     elif _GROUPED.fullmatch(text):
         text = text.replace(" ", "")
+    repeating = _REPEATING.fullmatch(text) if len(text) < 100 else None
+    if repeating:
+        sign, whole, fixed, cycle = repeating.groups()
+        value = Fraction(int(whole + fixed or "0") * (10 ** len(cycle) - 1) + int(cycle), 10 ** len(cycle) - 1)
+        return value / 10 ** len(fixed) * (-1 if sign == "-" else 1)
     return exact(text)
 
 
@@ -139,6 +151,8 @@ def _members(text: str) -> list[str] | None:
 def _intervals(text: str) -> tuple[str, list[tuple[str, str, str, str]]] | None:
     r"""(variable, intervals) of "[a,b) \cup (c,d)", "a < x \le b", "x \in ..." or "x < a or x > b"; None otherwise."""
     name, found = "", []
+    builder = _SET_BUILDER.fullmatch(text)
+    text = builder[1].strip() if builder else text
     assigned = _ASSIGNED.match(text) if r"\in" in text else None
     if assigned:
         name, text = assigned[1], text[assigned.end() :]
@@ -172,6 +186,8 @@ def _intervals(text: str) -> tuple[str, list[tuple[str, str, str, str]]] | None:
 
 
 def _rows(text: str) -> list[list[str]] | None:
+    body = _enclosed(text)
+    text = body if body.startswith(r"\begin") else text
     match = _MATRIX.fullmatch(text)
     if not match or r"\begin" in match[2]:
         return None
@@ -226,7 +242,7 @@ def _scalar(gold: str, answer: str, leaf: Leaf) -> bool:
 def _equation(gold: str, answer: str, leaf: Leaf) -> bool | None:
     """Equations and assignments; None where neither side is one."""
     gold_sides, answer_sides = split(gold, "="), split(answer, "=")
-    if len(gold_sides) == 1 and len(answer_sides) == 1:
+    if len(gold_sides) == 1 and len(answer_sides) == 1 or len(_members(answer) or []) > 1:
         return None
     assigned = _ASSIGNED.match(gold), _ASSIGNED.match(answer)
     if len(gold_sides) == 1:
@@ -269,6 +285,9 @@ def compare(gold: str, answer: str, leaf: Leaf) -> bool:
             return compare(whole[0][1].strip(), whole[1][1].strip() if whole[1] else answer, leaf)
     elif _words(gold) and len(gold) > 3 and _words(answer):
         return _words(gold) == _words(answer)
+    contained = _CONTAINED.match(answer)
+    if contained and r"\in" not in gold:
+        return compare(gold, answer[contained.end() :], leaf)
     gold_spans, answer_spans = _intervals(gold), _intervals(answer)
     if gold_spans and answer_spans:
         names = {gold_spans[0], answer_spans[0]} - {""}

@@ -44,6 +44,8 @@ def math_verify_equal(gold: str, answer: str) -> bool:
     config = [LatexExtractionConfig(normalization_config=NormalizationConfig(nits=True, boxed="none"))]
     parsed = []
     for text in (gold, answer):
+        if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text):
+            text = re.sub(r"([0-9.]+)\s*\^\s*\\circ(?![A-Za-z])", r"{\\frac{\1\\pi}{180}}", text)
         values = parse(f"${brace_arguments(text)}$", config, "no_fallback", parsing_timeout=None)
         if not values:
             return False

@@ -38,7 +38,7 @@ _DROPPED = re.compile(
     r"(\\\\)|(\\[{}])|\\\$|\$|\\[()\[\]]|\\[!,;:> ]|~|"
     r"\\(?:quad|qquad|displaystyle|textstyle|limits|thinspace|medspace|left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?"
 )
-_STYLES = re.compile(r"\\(?:mathbf|boldsymbol|bm|bold|mathit|mathsf|mathnormal)\s*(?=\{)")
+_STYLES = re.compile(r"\\(?:mathbf|boldsymbol|bm|bold|mathit|mathsf|mathnormal|underline)\s*(?=\{)")
 _TEXT = r"\\(?:mbox|hbox|textrm|textbf|textit|textnormal|textsf|texttt|text|mathrm|operatorname)\s*\{"
 _RENAMES = [
     (re.compile(pattern), replacement)
@@ -53,6 +53,9 @@ _RENAMES = [
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\\{\s*\\\}", r"\\emptyset"),
+        (r"\\text\{\s*([ie])\s*\}", r" \1 "),
+        (r"^\s*\\text\{[^{}]*(?::|\bis)\s*\}\s*(?=[^\s])", ""),
         (r"\\%", "%"),
         (r"\\(?:degree|textdegree)(?![A-Za-z])", r"^\\circ"),
         (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),

@@ -573,6 +573,8 @@ def _run(path, capsys):
 def test_command_line(tmp_path, capsys):
     code, out = _run(DATA / "grader.jsonl", capsys)
     assert (code, out) == (0, "58 passed, 0 failed\n")
+    code, out = _run(DATA / "grader_forms.jsonl", capsys)
+    assert (code, out.splitlines()[-1]) == (0, "237 passed, 0 failed"), out
     path = tmp_path / "cases.jsonl"
     rows = [
         {"gold": "8", "completion": r"\boxed{9}", "expect": "correct"},
