@@ -73,6 +73,10 @@ def test_forward_dgrad_and_wgrad(scale, kinds, T, K, parts):
     if kinds[0] == "tensor" and len(parts) > 1:
         parts = parts[:1]  # one scale for a whole fused gradient is one for each of its parts only where it has one
     config = FlowConfig(rollout="fp8", train="fp8", scale=scale, activation_groups=kinds[0], weight_groups=kinds[1])
+    if kinds[1] == "row" and scale == "fp32":
+        with pytest.raises(ValueError, match="varies along dgrad's reduction"):
+            precision.make_flow(config)
+        return
     y, x, weights, _, dy = run(config, T, K, parts)
     y_ref, dx_ref, dw_refs = expected(config, x, weights, dy)
     assert close(y, y_ref, torch.bfloat16)
