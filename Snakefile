@@ -40,4 +40,6 @@ rule all:
         rules.tables.output,
         rules.figures.output,
         rules.claims.output,
+        rules.compare.output,
+        rules.paper.output,
         rules.speed.output,

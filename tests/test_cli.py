@@ -2,13 +2,17 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jetrl_bench import __main__ as command
 from jetrl_bench.errors import WorkerDied
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_every_verb_lives_in_a_module_with_the_pair():
@@ -101,3 +105,24 @@ def test_version_and_exit_codes_are_told(cli):
     help_text = cli("--help").stdout
     assert "3 dead worker" in help_text
     assert all(verb in help_text for verb in command.VERBS)
+
+
+def test_a_gpu_asked_for_where_none_is_ends_the_job_before_it_starts(cli, tmp_path):
+    from jetrl_bench import config
+
+    settings = config.load([ROOT / "config" / "config.yaml"], {"train": {"gpus": 1}}).experiment_runs("precision")[0][1]
+    (tmp_path / "settings.json").write_text(settings.model_dump_json())
+    job = ("--settings", tmp_path / "settings.json", "--method", "bf16", "--base", tmp_path / "absent")
+    out = ("--out", tmp_path / "out", "--state", tmp_path / "state")
+    done = cli("train", *job, *out, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "train.gpus 1 asks for a GPU, this machine has none" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_drawing_needs_no_display():
+    code = "import jetrl_bench.figures, matplotlib.pyplot as plt; plt.figure(); print(plt.get_backend())"
+    environment = {key: value for key, value in os.environ.items() if key != "DISPLAY"} | {"MPLBACKEND": "TkAgg"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout.strip().lower()) == (0, "agg"), done.stderr

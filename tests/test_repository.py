@@ -106,7 +106,7 @@ def top_level_imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jetrl_bench").rglob("*.py")), ids=lambda p: p.stem)
 def test_nothing_heavy_is_imported_until_asked(path):
-    if not path.stem.startswith(("vllm", "rollout_vllm")):
+    if not path.stem.startswith(("vllm", "rollout_vllm", "lm_eval")) and path.parent.name != "lm_eval_tasks":
         assert not top_level_imports(path) & LIGHT
 
 
@@ -126,3 +126,13 @@ def test_profiles_agree_on_what_reruns_and_resumes():
     for key in shared:
         assert profiles[0][key] == profiles[1][key]
     assert profiles[0]["rerun-triggers"] == ["mtime", "params", "input", "software-env"]
+
+
+def test_the_slurm_profile_gives_memory_once():
+    profile = yaml.safe_load((ROOT / "profiles" / "slurm" / "profile.v9+.yaml").read_text())
+    asked = " ".join(map(str, profile["default-resources"]))
+    assert asked.count("mem_mb") == 1
+    assert "mem_mb_per_cpu" not in asked
+    rules = "".join(path.read_text() for path in (ROOT / "workflow" / "rules").glob("*.smk"))
+    assert "mem_mb" not in rules
+    assert "retries" not in profile, "retries stand at the rules that resume, and nowhere else"

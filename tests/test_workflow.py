@@ -5,6 +5,8 @@ Nothing here trains: the runs are planned, or their outputs are stood in for by 
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 import yaml
 
 from jetrl_bench import config as configs
-from jetrl_bench import figures, locks, plan, tables
+from jetrl_bench import figures, locks, paper, plan, tables
 
 ROOT = Path(__file__).parent.parent
 SMOKE = ROOT / "config" / "smoke.yaml"
@@ -39,9 +41,11 @@ def suite(tmp_path) -> Path:
     """The workflow in a folder of its own whose name has a space and a quote."""
     folder = tmp_path / "my runs'é"
     folder.mkdir()
-    for name in ("Snakefile", "workflow", "config", "profiles"):
+    for name in ("Snakefile", "workflow", "config", "profiles", "paper"):
         source = ROOT / name
         shutil.copytree(source, folder / name) if source.is_dir() else shutil.copy(source, folder / name)
+    (folder / "results").mkdir()
+    shutil.copy(ROOT / "results" / "published.yaml", folder / "results")
     return folder
 
 
@@ -126,14 +130,15 @@ def finished(suite) -> Path:
         _stand_in(suite / "results" / "bases" / f"{run.base}.evaluated")
     for name in config.evaluate.benchmarks:
         _stand_in(suite / "data" / f"{name}.json")
-    for name in [*tables.BUILDERS, "claims"]:
+    for name in [*tables.BUILDERS, "claims", "published", "comparison"]:
         for kind in ("md", "csv", "tex"):
             _stand_in(suite / "results" / "tables" / f"{name}.{kind}")
     for name in figures.BUILDERS:
         for kind in ("pdf", "svg", "png", "csv"):
             _stand_in(suite / "results" / "figures" / f"{name}.{kind}")
     _stand_in(suite / "results" / "scripted" / "gold" / "aime_2024.jsonl")
-    _stand_in(suite / "results" / "speed.json")
+    for name in ("speed.json", "speed.md", "paper/paper.pdf"):
+        _stand_in(suite / "results" / name)
     done = snakemake(suite, *smoke, "--touch", "--forceall")
     assert done.returncode == 0, done.stderr
     return suite
@@ -310,3 +315,50 @@ def test_unlock_refuses_a_live_lock_with_exit_code_2(cli, locked):
     done = cli("unlock", "--folder", locked)
     assert done.returncode == 2
     assert f"snakemake pid {os.getpid()}" in done.stderr
+
+
+def test_declared_tables_and_figures_are_those_that_are_rendered():
+    """The rules name their outputs one by one; a new table or figure must be declared."""
+    text = (ROOT / "workflow" / "rules" / "common.smk").read_text()
+    declared = {}
+    for name in ("TABLES", "FIGURES"):
+        lines = re.findall(rf"^{name} \+?= (.*)$", text, re.M)
+        declared[name] = set(re.findall(r'"(\w+)"', "".join(lines)))
+    assert declared == {"TABLES": set(tables.BUILDERS), "FIGURES": set(figures.BUILDERS)}
+    assert set(paper.TABLES) <= declared["TABLES"] | {"claims", "published", "comparison"}
+    assert set(paper.FIGURES) <= declared["FIGURES"]
+
+
+def test_command_line_overrides_have_the_types_of_the_model(suite):
+    """Snakemake hands lists and mappings over as strings; they become what the model says."""
+    counts = jobs(snakemake(suite, "-n", "--config", "seeds=[0,1]", "select=[inflight]", "train={state_every: 8}"))
+    assert counts["train"] == 12
+    assert counts["base"] == 2
+
+
+def test_a_failing_job_leaves_its_error_in_the_log(suite, tmp_path):
+    """An altered data file: the job ends, its one line stands in the rule's log, and the exit code is not zero."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "aime_2024.jsonl").write_text('{"problem": "1 + 1?", "answer": "3"}\n')
+    done = snakemake(suite, "--until", "data", JETRL_DATA_DIR=str(folder))
+    assert done.returncode != 0
+    log = (suite / "logs" / "data.log").read_text()
+    assert log.startswith("error: ")
+    assert "aime_2024.jsonl: refused" in log
+    assert log.strip() in done.stderr, "a failed job's log is shown"
+    assert not (suite / "data" / "aime_2024.json").exists()
+
+
+def test_a_nested_snakemake_has_a_lock_of_its_own(suite, tmp_path):
+    inner = f"{shlex.quote(sys.executable)} -m snakemake --cores 1 --directory {shlex.quote(str(suite))}"
+    (tmp_path / "Snakefile").write_text(
+        "rule all:\n"
+        '    output: "done"\n'
+        "    params:\n"
+        f"        command={inner + ' --snakefile ' + shlex.quote(str(suite / 'Snakefile')) + ' evaluate_config'!r},\n"
+        '    shell: "{params.command} && touch {output}"\n'
+    )
+    done = snakemake(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (suite / "results" / "evaluate.json").exists()

@@ -16,19 +16,10 @@ METHODS = list(dict.fromkeys(run.method for run in RUNS.values()))
 BASES = list(dict.fromkeys(run.base for run in RUNS.values()))
 BENCHMARKS = list(CONFIG.evaluate.benchmarks)
 GPUS = CONFIG.train.gpus
-TABLES = [
-    "accuracy",
-    "mismatch",
-    "ess",
-    "collapse",
-    "speed_measured",
-    "time_modelled",
-    "inflight",
-    "lag",
-    "plumbing",
-    "headline",
-]
+TABLES = ["accuracy", "mismatch", "ess", "collapse", "speed_measured", "time_modelled", "inflight", "lag", "paired"]
+TABLES += ["benchmarks", "plumbing", "headline"]
 FIGURES = ["reward", "mismatch", "dose", "lag"]
+RECORDS = [run.folder for run in RUNS.values()]
 RUN = "results/runs/{method}/seed{seed}-{digest}"
 
 # `jetrl_bench VERB` in a rule is this checkout's package, by the interpreter that runs Snakemake (no activated shell is
@@ -46,6 +37,11 @@ shell.prefix(command.replace("{", "{{").replace("}", "}}"))
 # Whoever may take Snakemake's lock is on record before taking it, so that a dead owner can be told from a live one.
 if workflow.is_main_process:
     locks.register(Path())
+
+
+def shipped(*parts):
+    """A file of the checkout, as seen from the working folder: moving the checkout re-runs nothing."""
+    return os.path.relpath(Path(workflow.basedir, *parts))
 
 
 def run_of(wildcards):

@@ -58,7 +58,7 @@ rule figures:
 rule claims:
     input:
         config=rules.study_config.output,
-        claims=Path(workflow.basedir) / "config" / "claims.yaml",
+        claims=shipped("config", "claims.yaml"),
         records=records("manifest.json", "train.jsonl"),
         evaluations=evaluations(RUNS.values()),
     output:
@@ -71,3 +71,28 @@ rule claims:
     shell:
         "jetrl_bench claims --claims {input.claims:q} --config {input.config:q} --runs results/runs"
         " --out results/tables > {log:q} 2>&1"
+
+
+rule compare:
+    input:
+        config=rules.study_config.output,
+        published=shipped("results", "published.yaml"),
+        records=records("manifest.json", "train.jsonl"),
+        evaluations=evaluations(RUNS.values()),
+    output:
+        report(
+            expand("results/tables/{name}.md", name=["published", "comparison"]),
+            caption="../report/compare.rst",
+            category="Tables",
+        ),
+        expand("results/tables/{name}.{kind}", name=["published", "comparison"], kind=["csv", "tex"]),
+    log:
+        "logs/compare.log",
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        runs=RECORDS,
+    shell:
+        "{{ jetrl_bench published --published {input.published:q} --out results/tables"
+        " && jetrl_bench compare {params.runs:q} --published {input.published:q} --config {input.config:q}"
+        " --out results/tables; }} > {log:q} 2>&1"
