@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
     if os.environ.get("JETRL_DATA_DIR"):
         return
     for item in items:
-        if "data" in item.keywords:
+        if item.get_closest_marker("data"):
             item.add_marker(pytest.mark.skip(reason="JETRL_DATA_DIR is not set"))
 
 
