@@ -36,6 +36,7 @@ _LATEX = {
     "≥": r"$\geq$",
     "·": r"$\cdot$",
     "Δ": r"$\Delta$",
+    "≠": r"$\neq$",
 }
 Cell = str | int | float | Interval | None
 

@@ -344,6 +344,12 @@ def test_latex_is_escaped_and_balanced(loaded):
     )
 
 
+def test_latex_is_plain_ascii(root, loaded):
+    for name, build in tables.BUILDERS.items():
+        table = build(loaded, root / "scripted") if name == "plumbing" else build(loaded)
+        assert render.latex(table).isascii(), name
+
+
 def test_a_column_never_mixes_kinds_of_numbers():
     with pytest.raises(AssertionError, match="mixes kinds"):
         render.Table("x", "x", "measured", ["measured and modelled s"], [], [], "")
