@@ -143,7 +143,7 @@ def gemm_tokens(a, b, a_scales, b_scales) -> torch.Tensor:
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     T, M = a.shape
     N = b.shape[1]
-    out = torch.empty(M, N)
+    out = torch.empty(M, N, dtype=torch.float32)
     if a_scales is not None:
         a_scales, b_scales = a_scales.contiguous(), b_scales.contiguous()
     _library().gemm_tokens(_p(a), a.stride(0), M, _p(a_scales), _p(b), b.stride(0), N, _p(b_scales), T, _p(out))
@@ -326,7 +326,7 @@ def quantize_blocks(
     if library is not None and noise is None:
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty(R, C, dtype=dtype)
-        scales = torch.empty(-(-R // br), -(-C // bc)) if want_scales else None
+        scales = torch.empty(-(-R // br), -(-C // bc), dtype=torch.float32) if want_scales else None
         library.quantize(
             x.data_ptr(), x.stride(0), x.dtype == torch.bfloat16, out.data_ptr(), dtype == torch.bfloat16, _p(scales),
             R, C, br, bc, not dequantize, _spec_pointer(spec),
@@ -353,7 +353,7 @@ def add_rms_norm(
     library = _c(h)
     if library is not None:
         x = h if delta is None else torch.empty_like(h)
-        y, rstd = torch.empty_like(h), torch.empty(R)
+        y, rstd = torch.empty_like(h), torch.empty(R, dtype=torch.float32)
         library.add_rms_norm(_p(h), _p(delta), _p(weight), eps, _p(x), _p(y), _p(rstd), R, C)
         return x, y, rstd
     x = h if delta is None else (h.float() + delta.float()).to(torch.bfloat16)
@@ -369,7 +369,7 @@ def add_rms_norm_backward(dy, dx_out, x, rstd, weight) -> tuple[torch.Tensor, to
     R, C = x.shape
     library = _c(x)
     if library is not None:
-        dx, dw = torch.empty_like(x), torch.empty(C)
+        dx, dw = torch.empty_like(x), torch.empty(C, dtype=torch.float32)
         library.add_rms_norm_backward(_p(dy), _p(dx_out), _p(x), _p(rstd), _p(weight), _p(dx), _p(dw), R, C)
         return dx, dw
     g, xhat = dy.float(), x.float() * rstd[:, None]
@@ -500,7 +500,7 @@ def attention(
         areas = np.cumsum([0] + [H * L * (L + -L % 16) for L in sizes])
         saved = AttentionSaved(
             torch.empty(int(areas[-1]), dtype=torch.bfloat16, device=qkv.device),
-            torch.from_numpy(areas[:-1].astype(np.int64)), torch.empty(T, H, device=qkv.device),
+            torch.from_numpy(areas[:-1].astype(np.int64)), torch.empty(T, H, dtype=torch.float32, device=qkv.device),
         )  # fmt: skip
     out = torch.empty(T, H * D, dtype=torch.bfloat16, device=qkv.device)
     library = _c(qkv)
@@ -613,8 +613,8 @@ def token_logprobs(logits, tokens, temperature: float, *, full: bool):
     R, V = logits.shape
     library = _c(logits)
     if library is not None:
-        logp, entropy, top, total = torch.empty(4, R).unbind()
-        everything = torch.empty(R, V) if full else None
+        logp, entropy, top, total = torch.empty(4, R, dtype=torch.float32).unbind()
+        everything = torch.empty(R, V, dtype=torch.float32) if full else None
         library.token_logprobs(
             _p(logits), logits.dtype == torch.bfloat16, _p(tokens), temperature, _p(logp), _p(entropy), _p(top),
             _p(total), _p(everything), R, V,

@@ -19,6 +19,7 @@ from torch import nn
 
 from jetrl_bench import kernels, precision
 from jetrl_bench.config import ModelConfig
+from jetrl_bench.errors import NotFinite
 from jetrl_bench.kernels import Heads
 from jetrl_bench.precision import PrecisionFlow, Side, Weight
 
@@ -130,7 +131,10 @@ class Decoder(nn.Module):
         return F.linear(self.model.norm(h), self.head_weight)
 
     def prepared(self, flow: PrecisionFlow) -> "ModelWeights":
-        """Weights of the flow's training side, quantised again only when a parameter has changed in place."""
+        """Weights of the flow's training side, quantised again only when a parameter's in-place version has changed.
+
+        torch's fused optimizers do not raise that version: use foreach ones, or autograd.graph.increment_version.
+        """
         key = flow.train_side
         version = tuple((p.data_ptr(), p._version) for p in self.parameters())
         if self._prepared.get(key, (None,))[0] != version:
@@ -283,7 +287,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh):
         (ids,) = ctx.saved_tensors
-        return None, None, torch.zeros(ctx.shape, device=dh.device).index_add_(0, ids, dh.float())
+        return None, None, torch.zeros(ctx.shape, dtype=torch.float32, device=dh.device).index_add_(0, ids, dh.float())
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -460,7 +464,7 @@ def sequence_logprobs(
     if not bool(torch.isfinite(result[0]).all()):
         with torch.no_grad():
             _forward(model, weights, ids, starts, rows, _Checked(side), "same", side)
-        raise ValueError("NaN or inf in the log-probs")
+        raise NotFinite("NaN or inf in the log-probs")
     return result
 
 
@@ -483,8 +487,8 @@ class _Checked(Inference):
     def _check(self, name: str, out: torch.Tensor) -> torch.Tensor:
         self.trail.append(name)
         if not bool(torch.isfinite(out).all()):
-            layer = self.trail.count("qkv or gate_up") // 2
-            raise ValueError(f"NaN or inf in the forward pass: output of {name}, layer {layer}")
+            layer = max(self.trail.count("qkv or gate_up") - 1, 0) // 2
+            raise NotFinite(f"NaN or inf in the forward pass: output of {name}, layer {layer}")
         return out
 
     def embed(self, ids, weights):

@@ -154,7 +154,7 @@ class Linear(torch.autograd.Function):
         dx = _dgrad(dy, weight, flow, quantized=quantized)
         if config.grad_transport == "fp8" and not ctx.is_head:
             dx = kernels.quantize_blocks(dx, (1, fp8.BLOCK), flow.grad)[0]
-        dw = _wgrad(dy, x, flow) if quantized else fp8.gemm_tokens(dy, x)
+        dw = _wgrad(dy, x, weight, flow) if quantized else fp8.gemm_tokens(dy, x)
         if config.wgrad_output == "bf16":
             dw = dw.to(torch.bfloat16).float()
         grads = list(dw.split(weight.parts)) if len(weight.parts) > 1 else [dw]
@@ -182,9 +182,12 @@ def _dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow", *, quantized
     return total.to(torch.bfloat16)
 
 
-def _wgrad(dy: torch.Tensor, x: torch.Tensor, flow: "PrecisionFlow") -> torch.Tensor:
-    """dW = dY^T X in fp32 [N, K]; both operands grouped along the tokens."""
+def _wgrad(dy: torch.Tensor, x: torch.Tensor, weight: Weight, flow: "PrecisionFlow") -> torch.Tensor:
+    """dW = dY^T X in fp32 [N, K]; both operands grouped along the tokens, dY inside each part."""
     groups = flow.config.activation_groups
+    if groups == "tensor" and len(weight.parts) > 1:
+        parts = dy.split(weight.parts, 1)
+        return torch.cat([_wgrad(d, x, weight._replace(parts=(n,)), flow) for d, n in zip(parts, weight.parts)])
     dy_block, x_block = (fp8.transposed_block_of(groups, t.shape) for t in (dy, x))
     if flow.grad.pow2:
         return fp8.gemm_tokens(flow.quantize_grad(dy, dy_block), flow.quantize_input(x, x_block))

@@ -197,7 +197,7 @@ class ReferenceEngine:
         h, delta = run_layers(self.cfg, self._weights, self._last, self._ops, self._attend)
         y = self._ops.norm(h, delta, self._weights.norm, self.cfg.norm_eps)[1]
         logits = self._ops.head(y, self._weights.head)
-        full = torch.empty(R, self.vocab_size) if self.record_full else None
+        full = torch.empty(R, self.vocab_size, dtype=torch.float32) if self.record_full else None
         kernels.sample(logits, self._temperatures, self._seeds, self._counts, self._last, self._logprobs, full)
         self._positions += 1
         self._counts += 1
@@ -299,7 +299,7 @@ class ReferenceEngine:
         self._last = torch.tensor([(r.token_ids or r.request.token_ids)[-1] for r in runs], dtype=torch.int64)
         self._seeds = torch.tensor([r.request.seed for r in runs], dtype=torch.int64)
         self._temperatures = torch.tensor([r.request.temperature for r in runs], dtype=torch.float32)
-        self._logprobs = torch.empty(R)
+        self._logprobs = torch.empty(R, dtype=torch.float32)
         self._out = torch.empty(R, self._heads.num_heads * self._heads.head_dim, dtype=torch.bfloat16)
 
     # -------------------------------------------------------------------------------------------- state
