@@ -18,6 +18,8 @@ from typing import NamedTuple
 from jetrl_bench.config import EvaluateConfig
 from jetrl_bench.record import SampleRow
 
+MAX_ERROR_SHARE = 0.05
+"""Above this share of answers that the grader failed on, no score is given."""
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 
 
@@ -97,6 +99,10 @@ def evaluate_benchmarks(
                         "finish_reason": reply.finish_reason,
                     }
                 )
+        failed = [row for row in own if row["status"] == "error"]
+        if len(failed) > MAX_ERROR_SHARE * len(own):
+            first = ", ".join(f"{row['problem']} sample {row['sample']}" for row in failed[:10])
+            raise ValueError(f"{name}: the grader failed on {len(failed)} of {len(own)} answers: {first}")
         scores[name] = float(results["results"][f"jetrl_{name}"]["accuracy,every_sample"])
         assert abs(scores[name] - sum(row["status"] == "correct" for row in own) / len(own)) < 1e-9
         rows += own

@@ -61,6 +61,7 @@ class Rule:
 RULES = {"aime_2024": Rule(kind="integer"), "math_500": Rule(), "gsm8k": Rule("last_number")}
 
 _OPENER = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"[^\s$}]+")
 _LAST_NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+])?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?"
@@ -76,17 +77,12 @@ def after_thought(text: str) -> str:
 
 def _closing_braces(text: str) -> dict[int, int]:
     """Index of every closed opening brace to its closing one, in one pass. Escaped braces do not count."""
-    pairs, opened, at = {}, [], 0
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-            continue
-        if char == "{":
-            opened.append(at)
-        elif char == "}" and opened:
-            pairs[opened.pop()] = at
-        at += 1
+    pairs, opened = {}, []
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            pairs[opened.pop()] = match.start()
     return pairs
 
 

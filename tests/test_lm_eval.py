@@ -235,6 +235,19 @@ def test_bad_data_stop_before_a_model_runs(small_data, monkeypatch, tmp_path):
     assert script.calls == []
 
 
+def test_a_failing_grader_gives_no_score(small_data, monkeypatch):
+    """verl-project/verl#1312: exceptions are counted, and too many of them stop the run with their answers named."""
+
+    def broken(*arguments):
+        raise RecursionError
+
+    script = Scripted(lambda prompt, sample: r"\boxed{7}")
+    assert evaluate(script, small_data, ["math_500"]).scores == {"math_500": 0.0}
+    monkeypatch.setattr("jetrl_bench.verify.compare", broken)
+    with pytest.raises(ValueError, match="math_500: the grader failed on 4 of 4 answers: test/0 sample 0"):
+        evaluate(script, small_data, ["math_500"])
+
+
 def test_one_antlr_and_no_hydra(repository):
     """lm-eval's mathematics tasks assert antlr 4.11, hydra wants 4.9, and math-verify must parse with what is there."""
     assert metadata.version("antlr4-python3-runtime").startswith("4.11.")
