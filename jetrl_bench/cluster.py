@@ -14,176 +14,19 @@ from `costs.Costs` (seconds) or `costs.UnitCosts` (the training loop's units). S
 
 import heapq
 import math
-from bisect import bisect_right
 from collections import Counter, deque
 from dataclasses import replace
 
 import numpy as np
 import simpy
 
+from .replica import Replica, Sequence
 from .workload import Lengths, Result, Schedule
 
 
-class _Sequence:
-    __slots__ = ("prompt", "left", "done", "segments", "started", "end_step", "serial", "born", "cached")
-
-    def __init__(self, prompt: int, length: int, serial: int, born: int):
-        self.prompt, self.left, self.done, self.serial = prompt, length, 0, serial
-        self.born = born  # the engine's version at submission: no token is older
-        self.cached = 0  # tokens whose keys and values are there already (a stationary start)
-        self.segments: list[tuple[int, int]] = []  # (policy version, tokens)
-
-
-class _Replica:
-    """One generation engine: waiting and running sequences, a KV budget, a decode-step counter and version marks."""
-
-    def __init__(self, run: "_Run", index: int):
-        self.run, self.index, self.costs = run, index, run.costs
-        self.waiting: deque[_Sequence] = deque()
-        self.running: list[tuple[int, int, _Sequence]] = []  # heap by the decode step at which a sequence ends
-        self.context = 0  # live KV tokens
-        self.reserved = 0  # KV tokens promised to running sequences (engines that never evict)
-        self.steps = 0
-        self.marks: list[tuple[int, int]] = [(0, 0)]  # (decode step, version from then on)
-        self.pending: list[int] = []  # versions to load before the next decode step
-        self.busy = 0.0
-        self.wake = None
-        self.capacity = run.capacity
-
-    @property
-    def load(self) -> int:
-        return len(self.waiting) + len(self.running)
-
-    def add(self, sequence: _Sequence) -> None:
-        total = sequence.prompt + sequence.done + sequence.left
-        if total > self.capacity:
-            raise ValueError(f"a sequence of {total} tokens exceeds the KV cache of {self.capacity} tokens")
-        self.waiting.append(sequence)
-        if self.wake is not None and not self.wake.triggered:
-            self.wake.succeed()
-
-    def interrupt(self) -> None:
-        """Weights arrived: cut the current run of decode steps at its next step boundary."""
-        if self.wake is not None and not self.wake.triggered:
-            self.wake.succeed()
-
-    def _admit(self) -> float:
-        """Move waiting sequences into the batch while slots and cache allow; returns the prefill time."""
-        tokens = rows = 0
-        limit = self.run.slots
-        while self.waiting and len(self.running) < limit:
-            sequence = self.waiting[0]
-            need = sequence.prompt + sequence.done
-            if self.costs.reserve_full:
-                if self.running and self.reserved + need + sequence.left > self.capacity:
-                    break
-                self.reserved += need + sequence.left
-            elif self.running and self.context + need + len(self.running) + 1 > self.capacity:
-                break
-            self.waiting.popleft()
-            self.context += need
-            if need > sequence.cached:
-                tokens, rows = tokens + need, rows + 1
-            sequence.started = self.steps
-            sequence.end_step = self.steps + sequence.left
-            heapq.heappush(self.running, (sequence.end_step, sequence.serial, sequence))
-        return self.costs.prefill_s(tokens, tokens / rows) if rows else 0.0
-
-    def _close(self, sequence: _Sequence) -> None:
-        """Record which versions produced the tokens since the sequence was (re)admitted."""
-        start, end = sequence.started, min(self.steps, sequence.end_step)
-        i = bisect_right(self.marks, (start, 1 << 60)) - 1
-        while start < end:
-            stop = self.marks[i + 1][0] if i + 1 < len(self.marks) else end
-            stop = min(stop, end)
-            if stop > start:
-                sequence.segments.append((self.marks[i][1], stop - start))
-            start, i = max(start, stop), i + 1
-        produced = end - sequence.started
-        sequence.done += produced
-        sequence.left -= produced
-
-    def _preempt(self) -> None:
-        """The newest running sequence loses its cache and is recomputed later."""
-        newest = max(self.running, key=lambda item: (item[2].started, item[1]))
-        self.running.remove(newest)
-        heapq.heapify(self.running)
-        sequence = newest[2]
-        self._close(sequence)
-        sequence.cached = 0
-        self.context -= sequence.prompt + sequence.done
-        self.waiting.appendleft(sequence)
-        self.run.result.preemptions += 1
-
-    def process(self):
-        env, run, costs = self.run.env, self.run, self.costs
-        slope = costs.context_s
-        while True:
-            if self.pending:
-                version = self.pending[-1]
-                self.pending.clear()
-                pause = costs.transfer_s(run.schedule.gpus, colocated=False)
-                run.log(f"replica {self.index}", env.now, env.now + pause, "transfer", version)
-                yield env.timeout(pause)
-                self.marks.append((self.steps, version))
-                run.loaded()
-            prefill = self._admit()
-            if not self.running:
-                self.wake = env.event()
-                yield self.wake
-                self.wake = None
-                continue
-            if prefill:
-                self.busy += prefill
-                yield env.timeout(prefill)
-                if self.pending:
-                    continue
-            batch = len(self.running)
-            steps = self.running[0][0] - self.steps
-            room = (self.capacity - self.context) // batch
-            if room < 1:
-                self._preempt()
-                continue
-            steps = min(steps, room)
-            base = costs.decode_step_s(batch, 0.0)
-            first = base + slope * self.context
-            growth = slope * batch
-            duration = steps * first + growth * steps * (steps - 1) / 2
-            started = env.now
-            if run.interruptible:
-                self.wake = env.event()
-                yield self.wake | env.timeout(duration)
-                interrupted = self.wake.triggered and env.now < started + duration
-                self.wake = None
-                if interrupted:  # finish the decode step in flight, no more
-                    steps = min(steps, _steps_within(env.now - started, first, growth))
-                    duration = steps * first + growth * steps * (steps - 1) / 2
-                    yield env.timeout(max(0.0, started + duration - env.now))
-            else:
-                yield env.timeout(duration)
-            self.busy += duration
-            run.log(f"replica {self.index}", started, env.now, "generate", self.marks[-1][1])
-            self.steps += steps
-            self.context += steps * batch
-            while self.running and self.running[0][0] <= self.steps:
-                sequence = heapq.heappop(self.running)[2]
-                self._close(sequence)
-                self.context -= sequence.prompt + sequence.done
-                if costs.reserve_full:
-                    self.reserved -= sequence.prompt + sequence.done
-                run.finished(self, sequence)
-
-
-def _steps_within(elapsed: float, first: float, growth: float) -> int:
-    """Smallest n >= 1 whose n decode steps last at least `elapsed`."""
-    if growth <= 0:
-        return max(1, math.ceil(elapsed / first - 1e-9))
-    b = first - growth / 2
-    n = (-b + math.sqrt(b * b + 2 * growth * elapsed)) / growth
-    return max(1, math.ceil(n - 1e-9))
-
-
 class _Run:
+    """One simulated run: replicas, trainer, what waits between them, and the result so far."""
+
     def __init__(self, costs, lengths: Lengths, schedule: Schedule, prompt: int, steps: int, seed: int, trace: bool):
         self.costs, self.lengths, self.schedule, self.prompt = costs, lengths, schedule, prompt
         self.num_updates, self.trace, self.layout = steps, trace, schedule.layout
@@ -198,10 +41,10 @@ class _Run:
         per_rollout = 1 if schedule.kind == "inflight" else schedule.updates_per_rollout
         self.result = Result(costs.unit, schedule.gpus, steps, schedule.samples_per_update, per_rollout)
         self.result.generation_gpus, self.result.training_gpus = generation, schedule.training_gpus
-        self.replicas = [_Replica(self, i) for i in range(generation // costs.tp)]
+        self.replicas = [Replica(self, i) for i in range(generation // costs.tp)]
         self.version = 0
         self.serial = 0
-        self.done: deque[_Sequence] = deque()
+        self.done: deque[Sequence] = deque()
         self.arrival = self.broadcast = None
         self.needed = 0
         self.lengths_buffer: deque[int] = deque()
@@ -225,23 +68,23 @@ class _Run:
         ages = np.floor(self.rng.random(count) * lengths).astype(np.int64)
         for i, (length, age) in enumerate(zip(lengths.tolist(), ages.tolist())):
             self.serial += 1
-            sequence = _Sequence(self.prompt, length - age, self.serial, 0)
+            sequence = Sequence(self.prompt, length - age, self.serial, 0)
             sequence.done, sequence.cached = age, self.prompt + age
             self.replicas[i % len(self.replicas)].add(sequence)
         self.in_flight = self.born[0] = count
 
-    def new_sequence(self) -> _Sequence:
+    def new_sequence(self) -> Sequence:
         if not self.lengths_buffer:
             self.lengths_buffer.extend(self.lengths.draw(self.rng, 4096, self.serial).tolist())
         self.serial += 1
-        return _Sequence(self.prompt, self.lengths_buffer.popleft(), self.serial, self.engine_version)
+        return Sequence(self.prompt, self.lengths_buffer.popleft(), self.serial, self.engine_version)
 
     def submit(self, count: int) -> None:
         """Spread a batch over the replicas in turn (sequences are not moved later)."""
         for i in range(count):
             self.replicas[i % len(self.replicas)].add(self.new_sequence())
 
-    def finished(self, replica: _Replica, sequence: _Sequence) -> None:
+    def finished(self, replica: Replica, sequence: Sequence) -> None:
         self.done.append(sequence)
         if self.schedule.kind == "inflight":
             self.in_flight -= 1
@@ -252,7 +95,7 @@ class _Run:
         if self.arrival is not None and len(self.done) >= self.needed and not self.arrival.triggered:
             self.arrival.succeed()
 
-    def refill(self, replicas: list[_Replica]) -> None:
+    def refill(self, replicas: list[Replica]) -> None:
         """Admission, as in weight_sync.InFlight: fill the free slots unless a whole batch waits for the trainer, and as
         far as the lag bound allows: n live sequences, o the oldest running one's version, and
         n <= B (max_lag - (version - o) + 1)."""
@@ -288,7 +131,7 @@ class _Run:
             self.refill(self.replicas)
         return batch
 
-    def busiest(self, batch: list[_Sequence]) -> tuple[float, float]:
+    def busiest(self, batch: list[Sequence]) -> tuple[float, float]:
         """Tokens of the busiest training rank, prompts included, and the mean sequence length seen by attention."""
         sizes = sorted((s.prompt + s.done for s in batch), reverse=True)
         total = sum(sizes)
@@ -301,7 +144,7 @@ class _Run:
             heapq.heapreplace(loads, loads[0] + size)
         return max(loads), mean
 
-    def logprob(self, batch: list[_Sequence]):
+    def logprob(self, batch: list[Sequence]):
         """Proximal log-probabilities of a batch, once, when it reaches the trainer; process generator."""
         if not self.schedule.logprob_passes:
             return
@@ -313,7 +156,7 @@ class _Run:
         yield self.env.timeout(seconds)
         self.log("trainer", start, self.env.now, "logprob", self.version)
 
-    def train_rollout(self, batch: list[_Sequence]):
+    def train_rollout(self, batch: list[Sequence]):
         """The optimizer steps of one rollout batch, shuffled once; process generator."""
         yield from self.logprob(batch)
         size, order = self.schedule.samples_per_update, self.rng.permutation(len(batch))
@@ -322,7 +165,7 @@ class _Run:
                 return
             yield from self.train([batch[j] for j in order[start : start + size]])
 
-    def train(self, batch: list[_Sequence]):
+    def train(self, batch: list[Sequence]):
         """One optimizer step on `batch`; process generator."""
         env = self.env
         tokens, length = self.busiest(batch)
@@ -342,7 +185,7 @@ class _Run:
         self.result.completed.append(env.now)
 
     def _rollout_batches(self) -> int:
-        return math.ceil(self.num_updates / self.schedule.updates_per_rollout)
+        return self.num_updates // self.schedule.updates_per_rollout
 
     def _load_everywhere(self) -> None:
         for replica in self.replicas:

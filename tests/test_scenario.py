@@ -55,6 +55,13 @@ def test_counter_examples_come_out_slower(name, slow, fast):
     assert steps[slow] > 1.02 * steps[fast]
 
 
+def test_an_asynchronous_schedule_may_come_out_slower():
+    """Short responses, half the GPUs idle in turn: one step off is slower than colocated, and is reported as slower."""
+    loaded = scenario.load(next(p for p in SCENARIOS if p.stem == "verl_async_7b"))
+    steps = {a: scenario.summary(*scenario.run_arm(loaded, a))["step_s"] for a in ("colocated", "one_step_off")}
+    assert steps["one_step_off"] > steps["colocated"]
+
+
 def test_report_holds_hardware_equal_and_says_modelled(tmp_path, capsys):
     out = tmp_path / "out.json"
     parser = argparse.ArgumentParser()
@@ -157,3 +164,33 @@ def test_identities_are_exact():
     for row in validation.validate(("identity",)):
         tolerance = 0.13 if "gmax" in row["id"] else 0.005  # the paper prints "about 133" and "about 8"
         assert abs(row["error"]) < tolerance, row["id"]
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_modelled_figure_says_so(monkeypatch):
+    from jetrl_bench import figures_modelled
+
+    monkeypatch.setattr(
+        figures_modelled,
+        "_step",
+        lambda model, tp, precision, cap: {"generation": 6.0, "logprob": 1.0, "train": 3.0, "transfer": 0.1},
+    )
+    for name, build in figures_modelled.FIGURES.items():
+        figure, table = build()
+        texts = [figure.get_suptitle(), *(ax.get_title() for ax in figure.axes)]
+        assert any("modelled" in text for text in texts), name
+        assert len(table) > 8
+        figure.clear()
+
+
+def test_modelled_figures_are_the_same_bytes_twice(tmp_path):
+    from jetrl_bench import figures_modelled
+
+    for folder in ("a", "b"):
+        figures_modelled.render("modelled_utilisation", tmp_path / folder)
+    for kind in ("pdf", "svg", "png", "csv"):
+        first, second = (tmp_path / f / f"modelled_utilisation.{kind}" for f in ("a", "b"))
+        assert first.read_bytes() == second.read_bytes()
+    assert (tmp_path / "a" / "modelled_utilisation.csv").read_text().startswith("# modelled")
