@@ -47,6 +47,8 @@ class ImportedManifest(Strict):
     train_sha256: str
     missing: list[str]
     """Names of StepRow that the log says nothing about."""
+    assumed: list[str] = []
+    """What the mapping takes for granted because no log says it."""
 
 
 # metric of the framework -> ours; "mismatch.x" is nested
@@ -69,7 +71,6 @@ MAPS: dict[str, dict[str, str]] = {
         "Entropy": "entropy",
         "Mismatch KL": "mismatch.k3",
         "Grad. Norm": "grad_norm",
-        "Max. Off-Policy Level": "lag_max",
     },
     "nemo-rl": {
         "train/reward": "reward",
@@ -100,7 +101,12 @@ _NEMO_CONSOLE = {
     "Generation KL Error": "train/gen_kl_error",
     "Mean Generation Length": "train/mean_gen_tokens_per_sample",
 }
-_WHOLE = {"response_tokens_max", "lag_max"}
+# what a mapping takes for granted because no log says it
+ASSUMED = {
+    "nemo-rl": ["train/gen_kl_error is k3: reference_policy_kl_type at its default"],
+}
+# maxima: averages of maxima where a framework logs means over several steps
+_MAXIMA = {"response_tokens_max", "max_abs"}
 
 
 def read_log(framework: str, log: Path) -> dict[int, dict[str, float]]:
@@ -121,8 +127,13 @@ def read_log(framework: str, log: Path) -> dict[int, dict[str, float]]:
 
 
 def convert(framework: str, steps: dict[int, dict[str, float]]) -> list[Strict]:
-    """Rows in step order; a value that is not a finite number stays None."""
+    """Rows in step order; a value that is not a finite number stays None.
+
+    TRL averages every metric over the steps between two log entries: its maxima count only where every step is logged.
+    """
     rows = []
+    numbers = sorted(step for step, metrics in steps.items() if "step" in metrics)
+    every_step = framework != "trl" or (len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1)
     for step in sorted(steps):
         row: dict[str, Any] = {"rollout_step": step}
         for theirs, ours in MAPS[framework].items():
@@ -130,10 +141,12 @@ def convert(framework: str, steps: dict[int, dict[str, float]]) -> list[Strict]:
             if value is None or not math.isfinite(value):
                 continue
             name = ours.removeprefix("mismatch.")
+            if name in _MAXIMA and not every_step:
+                continue
             target = row if name == ours else row.setdefault("mismatch", {})
-            target[name] = round(value) if name in _WHOLE else value
-        if framework == "trl":
-            row["optimizer_steps"] = step  # the Trainer counts optimizer steps
+            target[name] = round(value) if name == "response_tokens_max" else value
+        if framework == "trl" and "step" in steps[step]:
+            row["optimizer_steps"] = step  # the Trainer counts optimizer steps; its console does not print them
         if len(row) > 1:
             rows.append(ImportedRow.model_validate(row))
     if not rows:
@@ -156,6 +169,7 @@ def import_log(framework: str, log: Path, out: Path, method: str | None = None, 
         train_rows=count,
         train_sha256=digest,
         missing=sorted(set(StepRow.model_fields) - known),
+        assumed=ASSUMED.get(framework, []),
     )
     write_json(out / "import.json", manifest)
     return out
@@ -271,4 +285,6 @@ def run(args) -> int:
     out = import_log(args.framework, args.log, args.out, args.method, args.seed)
     manifest, rows = read_import(out)
     print(f"{out}: {len(rows)} steps of {args.framework}; not logged: {', '.join(manifest.missing)}")
+    for words in manifest.assumed:
+        print(f"assumed: {words}")
     return 0

@@ -48,23 +48,32 @@ def test_verl_definitions():
 
 def test_prime_rl_joins_orchestrator_and_trainer_by_step():
     rows = importers.convert("prime-rl", importers.read_log("prime-rl", LOGS / "prime-rl"))
-    assert [(r.reward, r.loss, r.mismatch.k3, r.lag_max) for r in rows] == [
-        (0.25, -0.0021, 0.0007, 0),
-        (0.3125, 0.0004, 0.0008, 2),
-    ]
+    assert [(r.reward, r.loss, r.mismatch.k3) for r in rows] == [(0.25, -0.0021, 0.0007), (0.3125, 0.0004, 0.0008)]
     assert rows[0].response_tokens_mean is None  # its sequence length counts the prompt too
+    assert rows[1].lag_max is None  # its off-policy level is the scheduler's, not the trained batch's
 
 
 def test_nemo_rl_probability_error_is_no_metric_of_ours():
     rows = importers.convert("nemo-rl", importers.read_log("nemo-rl", LOGS / "nemo_rl.json"))
     assert rows[0].mismatch.model_dump(exclude_none=True) == {"k3": 0.0007}
+    assert any("gen_kl_error" in words for words in importers.ASSUMED["nemo-rl"])
 
 
 def test_trl_counts_optimizer_steps():
     rows = importers.convert("trl", importers.read_log("trl", LOGS / "trl_trainer_state.json"))
     assert [row.optimizer_steps for row in rows] == [10, 20]
-    assert rows[0].mismatch.model_dump(exclude_none=True) == {"mean_abs": 0.0114, "max_abs": 0.143}
+    assert rows[0].mismatch.model_dump(exclude_none=True) == {"mean_abs": 0.0114}
     assert rows[0].reward_std_within is None and rows[0].trained_tokens is None
+    console = importers.convert("trl", importers.read_log("trl", LOGS / "trl_console.log"))
+    assert [row.optimizer_steps for row in console] == [None, None]
+
+
+def test_trl_maxima_count_only_where_every_step_is_logged():
+    sparse = importers.read_log("trl", LOGS / "trl_trainer_state.json")
+    assert all(row.response_tokens_max is None for row in importers.convert("trl", sparse))
+    dense = {step // 10: metrics | {"step": step // 10} for step, metrics in sparse.items()}
+    rows = importers.convert("trl", dense)
+    assert [row.response_tokens_max for row in rows] == [256, 250] and rows[0].mismatch.max_abs == 0.143
 
 
 @pytest.mark.parametrize("framework", sorted(importers.MAPS))
