@@ -70,8 +70,6 @@ def close(actual, wanted, dtype):
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 @pytest.mark.parametrize("kinds", [("block", "block"), ("row", "block"), ("row", "row"), ("tensor", "tensor")])
 def test_forward_dgrad_and_wgrad(scale, kinds, T, K, parts):
-    if kinds[0] == "tensor" and len(parts) > 1:
-        parts = parts[:1]  # one scale for a whole fused gradient is one for each of its parts only where it has one
     config = FlowConfig(rollout="fp8", train="fp8", scale=scale, activation_groups=kinds[0], weight_groups=kinds[1])
     if kinds[1] == "row" and scale == "fp32":
         with pytest.raises(ValueError, match="varies along dgrad's reduction"):
