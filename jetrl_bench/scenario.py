@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from . import validation
 from .cluster import best_split, simulate
 from .costs import Costs
+from .record import SampleRow, read_rows, write_text
 from .shapes import Precision
 from .workload import Lengths, Result, Schedule
 
@@ -47,7 +48,7 @@ class LengthSettings(_Strict):
     cap: int = Field(8192, ge=1)
     """Response limit in tokens."""
     records: str | None = None
-    """A train.jsonl or eval .jsonl of this suite: its response lengths replace the log-normal."""
+    """An eval/<task>.jsonl of this suite: its response lengths, in order, replace the log-normal."""
 
 
 class TrainSettings(_Strict):
@@ -131,7 +132,8 @@ def load(path: str | Path) -> Scenario:
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ValueError(f"{path}: {reason}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: a scenario is a mapping of keys, not {type(data).__name__}")
     return _checked(Scenario, data, str(path))
@@ -185,14 +187,8 @@ def _lengths(settings: LengthSettings, scale: float = 1.0) -> Lengths:
 
 
 def record_lengths(path: Path) -> list[int]:
-    """Response lengths in tokens from a record's sample rows (`tokens`) or step rows (`length_mean`)."""
-    values = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        row = json.loads(line)
-        value = row.get("tokens", row.get("length_mean"))
-        if not isinstance(value, int | float):
-            raise ValueError(f"{path}: line {number} has neither 'tokens' nor 'length_mean'")
-        values.append(max(1, round(value)))
+    """Response lengths in tokens of a record's sample rows (eval/<task>.jsonl)."""
+    values = [max(1, row.tokens) for row in read_rows(path, SampleRow)]
     if not values:
         raise ValueError(f"{path}: no rows")
     return values
@@ -286,6 +282,11 @@ def evaluate(scenario: Scenario) -> dict:
     return report
 
 
+def _ratio(value: float) -> str:
+    """1.19x; a ratio below one is called what it is."""
+    return f"{value:.2f}x slower" if value < 0.995 else f"{value:.2f}x"
+
+
 def table(report: dict) -> str:
     """The report as aligned text."""
     phases = sorted({p for a in report["arms"].values() for p in a["phases_s"]})
@@ -305,7 +306,7 @@ def table(report: dict) -> str:
                 f"{a['lag_steps']['mean']:.2f}",
                 f"{a['lag_steps']['max']:.0f}",
                 str(a["preemptions"]),
-                f"{a['speedup']:.2f}x",
+                _ratio(a["speedup"]),
             ]
         )
     lines = [
@@ -320,7 +321,7 @@ def table(report: dict) -> str:
             f"{a['length_p99_over_mean']:.2f}, {a['share_at_cap']:.3f}"
         )
     for label, values in report.get("sensitivity_speedup", {}).items():
-        lines.append(f"speed-up with {label}: " + ", ".join(f"{n} {v:.2f}x" for n, v in values.items()))
+        lines.append(f"speed-up with {label}: " + ", ".join(f"{n} {_ratio(v)}" for n, v in values.items()))
     return "\n".join(lines)
 
 
@@ -328,8 +329,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", nargs="?", help="a scenario file (config/scenarios/*.yaml, docs/speed.md)")
     parser.add_argument("--validate", action="store_true", help="compare the model with published measurements")
     parser.add_argument("--figures", type=Path, metavar="OUT", help="write the modelled figures and tables to OUT")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers as JSON")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="also write what is printed")
+    parser.add_argument("--json", metavar="FILE", help="also write the numbers as JSON (-: print them first)")
+    parser.add_argument("--text", metavar="FILE", help="also write what is printed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -346,10 +347,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         data = evaluate(load(args.scenario))
         text = table(data)
-    if args.json:
-        args.json.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    numbers = json.dumps(data, indent=1, sort_keys=True)
+    if args.json == "-":
+        print(numbers)
+    elif args.json:
+        write_text(Path(args.json), numbers + "\n")
     if args.text:
-        args.text.write_text(text + "\n")
+        write_text(Path(args.text), text + "\n")
     print(text)
     return 0
 

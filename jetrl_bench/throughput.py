@@ -112,6 +112,7 @@ def best_conventional(
     best = (1, 0.0)
     for updates in range(1, lag + 2):
         load = batch * updates / accelerators
+        # the rate depends on the shape of the drain, not on its length: 256 steps draw it finely enough
         generation = accelerators * rate_generation_draining(max(1, round(load)), min(limit, 256), u)
         rate = rate_conventional(generation, rate_training(accelerators, tau))
         if rate > best[1]:

@@ -7,6 +7,7 @@ targets.yaml, not tuned away.
 
 import functools
 import math
+import re
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -260,12 +261,18 @@ KINDS = {
 }
 
 
+_NUMBER = re.compile(r"[-+]?[0-9][0-9.,/e+-]*( %|x)?|")
+
+
 def aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))).rstrip()
-        for r in rows
-    ]
+    """Rows as lines with aligned columns: numbers to the right, text to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    right = [all(_NUMBER.fullmatch(cell) for cell in column[1:]) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def predict(target: dict) -> Prediction:

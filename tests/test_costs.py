@@ -64,6 +64,24 @@ def test_unknown_names_are_refused_with_the_nearest():
         Costs("Llama-3.1-70B", "A100").kv_capacity()
 
 
+@pytest.mark.parametrize("hardware", sorted(constants()["hardware"]))
+def test_every_hardware_prices_every_phase(hardware):
+    cost = (
+        Costs("Qwen2.5-7B", hardware)
+        if hardware != "cpu"
+        else Costs(ModelShape("tiny", 4, 256, 4, 4, 64, 512, 512), "cpu")
+    )
+    layout = TrainLayout(1)
+    for seconds in (
+        cost.decode_step_s(8, 8000),
+        cost.prefill_s(4096, 512),
+        cost.logprob_s(8192, 1024, layout),
+        cost.train_step_s(8192, 1024, layout),
+        cost.transfer_s(8, colocated=True),
+    ):
+        assert 0 < seconds < 3600
+
+
 def test_every_constant_has_a_source():
     def walk(node, path=""):
         if isinstance(node, dict):

@@ -55,6 +55,20 @@ def test_counter_examples_come_out_slower(name, slow, fast):
     assert steps[slow] > 1.02 * steps[fast]
 
 
+def test_a_ratio_below_one_is_called_slower(cli):
+    done = cli("simulate", next(p for p in SCENARIOS if p.stem == "fp8_slower_small_shards"))
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("fp8_block"))
+    assert re.search(r"0\.9\d+x slower$", row)
+
+
+def test_mistakes_on_the_command_line_exit_2(cli):
+    for args in ((), ("a.yaml", "--validate"), ("no/such.yaml",)):
+        done = cli("simulate", *args)
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_an_asynchronous_schedule_may_come_out_slower():
     """Short responses, half the GPUs idle in turn: one step off is slower than colocated, and is reported as slower."""
     loaded = scenario.load(next(p for p in SCENARIOS if p.stem == "verl_async_7b"))
@@ -108,7 +122,9 @@ def test_mistakes_in_an_arm_are_named(tmp_path):
 
 def test_lengths_from_a_record(tmp_path):
     rows = tmp_path / "eval.jsonl"
-    rows.write_text("".join(json.dumps({"tokens": n}) + "\n" for n in (10, 20, 400)))
+    sample = {"task": "chain", "sample": 0, "status": "correct", "finish_reason": "stop", "flow": "deployment"}
+    lengths = (10, 20, 400)
+    rows.write_text("".join(json.dumps({**sample, "problem": str(n), "tokens": n}) + "\n" for n in lengths))
     loaded = scenario.load(write(tmp_path, lengths={"prompt": 50, "records": str(rows)}))
     result, _, _, lengths = scenario.run_arm(loaded, "bf16")
     assert lengths.measured == (10, 20, 400)
