@@ -53,6 +53,7 @@ def warm_up(settings: BaseSettings | RunSettings, out: Path) -> dict:
         raise ValueError(f"base.task.name {base.task.name!r} has no demonstrations; give base.checkpoint")
     flow = make_flow(FlowConfig())
     model = init_model(settings.model, VOCAB_SIZE, seed_of(index, "base"))
+    widen_(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=base.lr, betas=BETAS, weight_decay=0.0, foreach=True)
     pass_at_1, updates = 0.0, 0
     while updates < base.max_updates:
@@ -71,6 +72,18 @@ def warm_up(settings: BaseSettings | RunSettings, out: Path) -> dict:
     if pass_at_1 < base.stop_pass_at_1:
         print(f"base {index}: pass@1 {pass_at_1:.3f} is below base.stop_pass_at_1 after base.max_updates {updates}")
     return _write(model, settings, out, {"pass_at_1": pass_at_1, "updates": updates, "task": task.revision})
+
+
+def widen_(model: Decoder) -> None:
+    """Rescale Normal(0, 0.02), made for wide models, to a narrow one: 1/sqrt(fan in), embeddings twice that.
+
+    At width 128 the chain is learned in a few hundred updates from here and not in 1200 from 0.02.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                gain = 2.0 if "embed_tokens" in name else 1.0
+                parameter.mul_(gain * parameter.shape[1] ** -0.5 / 0.02)
 
 
 def demonstrations(task: ChainTask, base: BaseConfig, index: int, update: int) -> Batch:

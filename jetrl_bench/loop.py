@@ -40,8 +40,10 @@ def train(settings: RunSettings, *, method: str, base: Path, out: Path, state: P
     run.sync.timed = lambda: watch.inside("sync")
     outcome = "finished"
     with Progress(method, settings.train.optimizer_steps) as progress, StopOnSignal() as stop:
+        stream = batches(run.sync, run.engine, run.trainer, run.ledger, run.submitter.submit)
         try:
-            for groups in batches(run.sync, run.engine, run.trainer, run.ledger, run.submitter.submit):
+            while run.trainer.version < settings.train.optimizer_steps:
+                groups = next(stream)
                 if groups:
                     watch.lap("rollout")
                     row = run.learner.learn(len(run.rows), groups, watch)
@@ -55,8 +57,6 @@ def train(settings: RunSettings, *, method: str, base: Path, out: Path, state: P
                     watch.restart()
                     if stop.asked:
                         sys.exit(128 + signal.SIGTERM)
-                if finished:
-                    break
         except NotFinite as error:
             outcome = "nan"
             print(f"{method}: {error}; the run ends here, its rows are kept", file=sys.stderr, flush=True)
