@@ -28,7 +28,7 @@ def random_dump(path, seed=0, sequences=12, spread=0.05):
     return write_dump(path, out), out
 
 
-def cli(*argv):
+def run(*argv):
     parser = argparse.ArgumentParser()
     probe.add_arguments(parser)
     return probe.run(parser.parse_args([str(a) for a in argv]))
@@ -175,7 +175,7 @@ def test_bad_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="latin.jsonl:1: not JSON"):
         probe.from_logprobs(tmp_path / "latin.jsonl")
     with pytest.raises(ValueError, match="--help"):
-        cli()
+        run()
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e6, max_value=1e6))
@@ -187,7 +187,7 @@ def test_fixed_notation(value):
 
 def test_command_writes_record_table_and_figure(tmp_path, capsys):
     path, _ = random_dump(tmp_path / "dump.jsonl")
-    assert cli("--logprobs", path, "--out", tmp_path / "out") == 0
+    assert run("--logprobs", path, "--out", tmp_path / "out") == 0
     names = {p.name for p in (tmp_path / "out").iterdir()}
     figure = {f"mismatch.{suffix}" for suffix in ("pdf", "svg", "png", "csv")}
     assert names == {"probe.json", "probe.md", "probe.csv"} | figure
@@ -199,8 +199,15 @@ def test_command_writes_record_table_and_figure(tmp_path, capsys):
     assert "(published" in text and "| typical; alarm above 1 | 0.00100 | 0.0300 |" in text
     assert not re.search(r"\d[eE][-+]?\d", text), "fixed notation only"
     first = {name: (tmp_path / "out" / name).read_bytes() for name in names}
-    assert cli("--logprobs", path, "--out", tmp_path / "out") == 0
+    assert run("--logprobs", path, "--out", tmp_path / "out") == 0
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in names}, "same input, same bytes"
     assert probe.new_folder(tmp_path, "mine") == tmp_path / "mine"
     assert probe.new_folder(tmp_path, "out") == tmp_path / "out-2", "nothing is overwritten by default"
     assert "KL exact needs a checkpoint" in capsys.readouterr().out
+
+
+def test_verb_and_exit_codes(tmp_path, cli):
+    (tmp_path / "bad.jsonl").write_text(GOOD + "\n" + GOOD.replace("-1", "null") + "\n")
+    done = cli("probe", "--logprobs", tmp_path / "bad.jsonl", "--out", tmp_path / "out")
+    assert done.returncode == 2 and done.stdout == "" and not (tmp_path / "out").exists()
+    assert done.stderr.startswith(f"error: {tmp_path / 'bad.jsonl'}:2: ") and done.stderr.count("\n") == 1
