@@ -5,7 +5,7 @@ A linear layer Y = X W^T is three GEMMs in training and one in the rollout. T to
     GEMM                     operand             groups             bf16    bf16 train, fp8 rollout    unified (Jet-RL)
     rollout  Y  = X W^T      X  [T, K]           1x128 along K      bf16    fp8                        fp8
                              W  [N, K]           128x128            bf16    fp8                        fp8
-    forward  Y  = X W^T      the same two        the same           bf16    bf16                       the rollout's operator
+    forward  Y  = X W^T      the same two        the same           bf16    bf16                       the same operator
     dgrad    dX = dY W       dY [T, N]           1x128 along N      bf16    bf16                       fp8
                              W  [N, K]           the codes again    bf16    bf16                       fp8
     wgrad    dW = dY^T X     dY^T [N, T]         1x128 along T      bf16    bf16                       fp8
@@ -86,8 +86,9 @@ def prepare_weight(
         operands.append(values)
         if scale is not None:
             scales.append(_per_block(scale, block, part.shape))
-            flipped = (min(block[1], part.shape[1]), min(block[0], part.shape[0]))
-            dgrad.append(Factor(values, _per_block(scale.t(), flipped, part.shape[::-1]), transposed=True))
+            if side.weight_groups != "row":  # an output channel's scale varies along dgrad's reduction
+                flipped = (min(block[1], part.shape[1]), min(block[0], part.shape[0]))
+                dgrad.append(Factor(values, _per_block(scale.t(), flipped, part.shape[::-1]), transposed=True))
     operand = torch.cat(operands)
     forward = Factor(operand, None if spec.pow2 else torch.cat(scales))
     backward = [Factor(operand, transposed=True)] if spec.pow2 else dgrad
@@ -216,8 +217,8 @@ class PrecisionFlow:
         fp32_scales = not fp8.spec(config.format, config.scale, config.train_rule).pow2
         if config.train == "fp8" and not config.forward_only and config.weight_groups == "row" and fp32_scales:
             raise ValueError(
-                "flow.weight_groups 'row' with fp32 scales cannot run dgrad in FP8: the scale of an output channel varies "
-                "along dgrad's reduction; use 'block', power-of-two scales, or forward_only"
+                "flow.weight_groups 'row' with fp32 scales cannot run dgrad in FP8: scales of output channels vary "
+                "along its reduction; use 'block', power-of-two scales, or forward_only"
             )
         self.config = config
         self.rollout_side = self._side(config.rollout == "fp8", config.rollout_rule, kv=config.kv_cache == "fp8")

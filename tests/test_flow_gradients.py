@@ -135,3 +135,15 @@ def test_settings_of_the_backward_do_what_they_say():
     stored = dequantised(x.detach(), saved, (1, BLOCK)).bfloat16()
     wanted = dequantised(dy.t(), saved, (1, BLOCK)) @ dequantised(stored.t(), saved, (1, BLOCK)).t()
     assert close(weights[0].grad, wanted, torch.float32)
+
+
+@pytest.mark.parametrize("K", [200, 640])
+def test_row_scales_in_fp32_serve_a_rollout(K):
+    """Scales by output channel have no dgrad, but a rollout needs none."""
+    config = FlowConfig(rollout="fp8", scale="fp32", activation_groups="row", weight_groups="row")
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(30, K, generator=g).bfloat16(), torch.randn(640, K, generator=g)
+    side = precision.make_flow(config).rollout_side
+    y = precision.linear(x, precision.prepare_weight([w], [], side, quantized=True), side)
+    wanted = dequantised(x, config, (1, K)) @ dequantised(w.bfloat16(), config, (1, K)).t()
+    assert close(y, wanted, torch.bfloat16)
