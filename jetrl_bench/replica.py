@@ -108,6 +108,8 @@ class Replica:
                 version = self.pending[-1]
                 self.pending.clear()
                 pause = costs.transfer_s(run.schedule.gpus, colocated=False)
+                if run.schedule.kv == "recompute" and self.running:
+                    pause += costs.prefill_s(self.context, self.context / len(self.running))
                 run.log(f"replica {self.index}", env.now, env.now + pause, "transfer", version)
                 yield env.timeout(pause)
                 self.marks.append((self.steps, version))
@@ -121,8 +123,7 @@ class Replica:
             if prefill:
                 self.busy += prefill
                 yield env.timeout(prefill)
-                if self.pending:
-                    continue
+                continue  # more may have been added, or weights arrived, meanwhile
             batch = len(self.running)
             steps = self.running[0][0] - self.steps
             room = (self.capacity - self.context) // batch

@@ -81,6 +81,8 @@ class ScheduleSettings(_Strict):
     """Bound on lag in optimizer steps (inflight): the trainer stalls rather than exceed it."""
     updates_per_sync: int = Field(1, ge=1)
     """Optimizer steps between two weight updates (inflight)."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """inflight: running sequences keep their KV cache at a weight update, or it is computed again."""
     start: Literal["cold", "stationary"] = "stationary"
     """inflight: begin with empty slots, or in the middle of a long run (step times without the start-up bubble)."""
     logprob_passes: int = Field(1, ge=0)

@@ -55,7 +55,8 @@ class Schedule:
     """Who generates and trains when. Counts are GPUs and sequences; `max_lag` is in optimizer steps.
 
     `start` of an in-flight run: cold begins with empty slots (a bubble, then short sequences first); stationary begins
-    in the middle of a long run, which is what a step time should be taken from.
+    in the middle of a long run, which is what a step time should be taken from. `kv`: at an in-flight swap running
+    sequences keep the cache that older weights wrote, or it is recomputed (a prefill of all live context).
     """
 
     kind: Literal["conventional", "concurrent", "inflight"]
@@ -66,6 +67,7 @@ class Schedule:
     slots: int | None = None
     max_lag: int | None = None
     updates_per_sync: int = 1
+    kv: Literal["keep", "recompute"] = "keep"
     logprob_passes: int = 1
     train: dict = field(default_factory=dict)
     balance: Literal["longest_first", "ideal"] = "longest_first"

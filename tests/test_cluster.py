@@ -166,6 +166,30 @@ def test_inflight_steady_state_is_the_slower_side():
     assert result.generation_busy / result.total < 0.3
 
 
+def test_recomputing_the_cache_costs_a_prefill_of_all_live_context():
+    """One replica, four sequences that never end within the run: the swap after the first step, by hand."""
+
+    class OneStep(Flat):
+        def train_step_s(self, tokens, length, layout):
+            return 10.0
+
+    lengths = Lengths(measured=(5, 5, 100, 100, 100, 100, 100), cap=100)
+    runs = {
+        kv: simulate(
+            OneStep(c=0.0),
+            lengths,
+            Schedule("inflight", 2, 2, generation_gpus=1, slots=4, logprob_passes=0, kv=kv),
+            prompt=10,
+            optimizer_steps=1,
+        )
+        for kv in ("keep", "recompute")
+    }
+    # the step takes 10 s; decode steps of four take 1.4 s, the two new prompts 0.2 s: 7 more steps end at 9.8 + 0.2
+    live = 2 * (10 + 5 + 7) + 2 * (10 + 7)
+    gap = runs["recompute"].total - runs["keep"].total
+    assert gap == pytest.approx(0.01 * live)
+
+
 def test_a_stationary_start_is_not_biased_to_short_sequences():
     """From empty slots short sequences finish first; in the middle of a long run the trained mean is the mean."""
     lengths = Lengths(mean=100, cv=0.8, cap=400)
