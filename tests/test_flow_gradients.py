@@ -72,7 +72,7 @@ def close(actual, wanted, dtype):
 def test_forward_dgrad_and_wgrad(scale, kinds, T, K, parts):
     config = FlowConfig(rollout="fp8", train="fp8", scale=scale, activation_groups=kinds[0], weight_groups=kinds[1])
     if kinds[1] == "row" and scale == "fp32":
-        with pytest.raises(ValueError, match="varies along dgrad's reduction"):
+        with pytest.raises(ValueError, match="cannot run dgrad in FP8"):
             precision.make_flow(config)
         return
     y, x, weights, _, dy = run(config, T, K, parts)
