@@ -1,11 +1,11 @@
 """FP8 and narrower formats: values, scale rules, block quantisation, and the GEMM they feed.
 
 A format is sign, exponent and mantissa bits with subnormals; rounding is to nearest even and saturates. A group of
-elements shares one scale = amax / largest value, either as an fp32 number or rounded up to a power of two (UE8M0). With
-power-of-two scales codes x scale is exactly a bf16 number, so a bf16 GEMM with fp32 accumulation *is* the FP8 GEMM. With
-fp32 scales the products of codes are accumulated in fp32 per block of 128 along the reduction, multiplied by both
-scales, and added in fp32 (DeepGEMM's and Transformer Engine's split accumulation, idealised: tensor cores keep fewer
-bits inside a block).
+elements shares one scale = amax / largest value, either as an fp32 number or rounded up to a power of two (UE8M0).
+With power-of-two scales codes x scale is exactly a bf16 number, so a bf16 GEMM with fp32 accumulation *is* the FP8
+GEMM. With fp32 scales the products of codes are accumulated in fp32 per block of 128 along the reduction, multiplied
+by both scales, and added in fp32 (DeepGEMM's and Transformer Engine's split accumulation, idealised: tensor cores keep
+fewer bits inside a block).
 
 RULES holds the engines' scale rules as data. With power-of-two scales all of them give the same codes above their
 floors; with fp32 scales 0.03 to 0.09 % of codes differ, because one divides and another multiplies by a reciprocal.
@@ -75,7 +75,7 @@ _FORMULAS = ["amax/max", "amax*(1/max)", "max/amax", "max/amax in fp64"]
 
 @functools.cache
 def spec(format: str, scale: str = "pow2", rule: str = "default") -> QuantSpec:
-    """The arithmetic of a format under a rule; rule 'default' is the textbook rule of `scale`, others bring their own."""
+    """The arithmetic of a format under a rule: 'default' is the textbook rule of `scale`, others bring their own."""
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is unknown; {nearest(format, FORMATS)}")
     name = f"default_{scale}" if rule == "default" else rule
@@ -181,7 +181,7 @@ def uniform_noise(shape: tuple[int, int], seed: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ GEMM
 
 ROWS = 64
-"""Rows of a tile where the fp32 GEMM is used: a library may pick another order of the sum for another number of rows."""
+"""Rows of a tile of the fp32 GEMM: a library may pick another order of the sum for another number of rows."""
 
 
 @functools.cache

@@ -105,7 +105,10 @@ def _c(x: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def _p(x: torch.Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+    if x is None:
+        return None
+    assert x.is_contiguous()
+    return x.data_ptr()
 
 
 def compiled(x: torch.Tensor) -> bool:
@@ -121,7 +124,7 @@ def pack(w: torch.Tensor, *, transposed: bool) -> torch.Tensor:
     w = w if w.stride(1) == 1 else w.contiguous()
     N, K = w.shape[::-1] if transposed else w.shape
     out = torch.empty((N + -N % 32) * (K + -K % 32), dtype=torch.bfloat16)
-    (_library().pack_columns if transposed else _library().pack_rows)(_p(w), w.stride(0), N, K, _p(out))
+    (_library().pack_columns if transposed else _library().pack_rows)(w.data_ptr(), w.stride(0), N, K, _p(out))
     return out
 
 
@@ -133,7 +136,17 @@ def gemm(x, packed, N: int, x_scales, w_scales, bias, dtype: torch.dtype) -> tor
     if x_scales is not None:
         x_scales, w_scales = x_scales.contiguous(), w_scales.contiguous()
     _library().gemm(
-        _p(x), x.stride(0), M, K, _p(x_scales), _p(packed), _p(w_scales), N, _p(bias), _p(out), dtype == torch.bfloat16
+        x.data_ptr(),
+        x.stride(0),
+        M,
+        K,
+        _p(x_scales),
+        _p(packed),
+        _p(w_scales),
+        N,
+        _p(bias),
+        _p(out),
+        dtype == torch.bfloat16,
     )
     return out
 
@@ -146,7 +159,9 @@ def gemm_tokens(a, b, a_scales, b_scales) -> torch.Tensor:
     out = torch.empty(M, N, dtype=torch.float32)
     if a_scales is not None:
         a_scales, b_scales = a_scales.contiguous(), b_scales.contiguous()
-    _library().gemm_tokens(_p(a), a.stride(0), M, _p(a_scales), _p(b), b.stride(0), N, _p(b_scales), T, _p(out))
+    _library().gemm_tokens(
+        a.data_ptr(), a.stride(0), M, _p(a_scales), b.data_ptr(), b.stride(0), N, _p(b_scales), T, _p(out)
+    )
     return out
 
 
@@ -608,8 +623,8 @@ def _head(logits: torch.Tensor, temperature) -> tuple[torch.Tensor, ...]:
 
 
 def token_logprobs(logits, tokens, temperature: float, *, full: bool):
-    """Log-probs of `tokens` [R] under softmax(logits [R, V] / temperature), entropy [R], saved (max, sum) and, if asked,
-    the whole log-softmax [R, V]. logits bf16 or fp32; everything out is fp32."""
+    """Log-probs of `tokens` [R] under softmax(logits [R, V] / temperature), entropy [R], saved (max, sum) and, if
+    asked, the whole log-softmax [R, V]. logits bf16 or fp32; everything out is fp32."""
     R, V = logits.shape
     library = _c(logits)
     if library is not None:

@@ -143,7 +143,7 @@ class Decoder(nn.Module):
 
 
 def init_model(cfg: ModelConfig, vocab_size: int, seed: int) -> Decoder:
-    """Normal(0, 0.02) weights, projections into the residual stream divided by sqrt(2 layers); zero biases, unit norms."""
+    """Normal(0, 0.02) weights, those into the residual stream divided by sqrt(2 layers); zero biases, unit norms."""
     model = Decoder(cfg, vocab_size)
     generator = torch.Generator().manual_seed(seed % 2**63)
     for name, p in model.named_parameters():
@@ -365,15 +365,16 @@ def _head_norms(qkv: torch.Tensor, w: LayerWeights, heads: Heads, ops, eps: floa
     """Qwen3's RMS norm of every query and key head."""
     T, (H, N, D) = qkv.shape[0], heads
     q, k, v = qkv.split([H * D, N * D, N * D], 1)
-    q = ops.norm(q.reshape(T * H, D), None, w.q_norm, eps)[1].view(T, H * D)
-    k = ops.norm(k.reshape(T * N, D), None, w.k_norm, eps)[1].view(T, N * D)
+    q = ops.norm(q.reshape(T * H, D).contiguous(), None, w.q_norm, eps)[1].view(T, H * D)
+    k = ops.norm(k.reshape(T * N, D).contiguous(), None, w.k_norm, eps)[1].view(T, N * D)
     return torch.cat([q, k, v], 1)
 
 
 def run_layers(
     cfg: ModelConfig, weights: ModelWeights, ids: torch.Tensor, ops, attend: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids [T] -> the residual stream [T, C] and what is still to be added to it; attend(layer, qkv [T, width]) -> [T, H D]."""
+    """ids [T] -> the residual stream [T, C] and what is still to be added to it.
+    attend(layer, qkv [T, width]) -> [T, H D]."""
     heads = Heads(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
     h, delta = ops.embed(ids, weights), None
     for i, w in enumerate(weights.layers):

@@ -248,7 +248,7 @@ class ReferenceEngine:
         self._refresh()
 
     def _prefill(self, sequences: dict[int, list[int]]) -> int:
-        """Compute the cache of slot -> tokens. Equal token lists are computed once and copied. Returns tokens computed."""
+        """Compute the cache of slot -> tokens; equal token lists once, then copied. Returns the tokens computed."""
         first: dict[tuple[int, ...], int] = {}
         copies = []
         for slot, tokens in sequences.items():

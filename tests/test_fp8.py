@@ -72,7 +72,9 @@ def test_codes_stand_for_their_values_and_back(format):
 
 def test_e4m1_has_one_mantissa_bit():
     positive = sorted({v for v in fp8._values("e4m1").tolist() if v > 0})
-    assert positive[:4] == [2**-7, 2**-6, 1.5 * 2**-6, 2**-5] and positive[-2:] == [256.0, 384.0] and len(positive) == 31
+    assert (
+        positive[:4] == [2**-7, 2**-6, 1.5 * 2**-6, 2**-5] and positive[-2:] == [256.0, 384.0] and len(positive) == 31
+    )
 
 
 VALUES = st.floats(-(2.0**99), 2.0**99, width=32).map(lambda v: v if abs(v) > 1e-25 else 0.0)
