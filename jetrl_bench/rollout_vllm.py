@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from jetrl_bench import model
 from jetrl_bench.config import ModelConfig
 from jetrl_bench.devices import installed, outside_tested
 from jetrl_bench.errors import WorkerDied
@@ -138,7 +139,7 @@ class _Engine:
         folder: Path,
         transport: Transport,
         bucket_bytes: int = BUCKET_BYTES,
-        deadline_s: float = 120.0,
+        deadline_s: float = 300.0,
         allow_preemption: bool = False,
         **engine_args,
     ):
@@ -155,6 +156,7 @@ class _Engine:
         self._live: dict[str, _Live] = {}
         self._weights: list[tuple[str, Tensor]] = []
         """What the workers hold, as it was sent: an engine's state is complete without the trainer's."""
+        self._shapes = model.manifest(cfg, vocab_size)
         self._expected: list[Entry] | None = None
         self._progress = time.monotonic()
         settings = engine_settings(flow, cfg, vocab_size)
@@ -240,25 +242,31 @@ class _Engine:
             raise ValueError(
                 f"weight update refused: version {version} is older than the engine's {self.policy_version}"
             )
-        tensors = list(checkpoint_format(self.flow, named) if is_native(self.flow.config) else named)
+        named = list(named)
+        model.check_manifest(self._shapes, dict(named), f"weight update to version {version} refused")
+        tensors = list(checkpoint_format(self.flow, named)) if is_native(self.flow.config) else named
         manifest = [Entry.of(name, tensor) for name, tensor in tensors]
         for name, tensor in tensors:
             if tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"weight update refused: tensor {name!r} holds NaN or inf")
         check_manifest(self._expected if self._expected is not None else manifest, manifest)
         wire = to_wire(manifest)
-        recomputed = sum(len(live.request.token_ids) + len(live.token_ids) for live in self._live.values())
+        started = [live for live in self._live.values() if live.token_ids]
+        recomputed = sum(len(live.request.token_ids) + len(live.token_ids) - 1 for live in started)
         with self._fatal(f"weight update to version {version} failed half-way"):
             # A refusal inside a worker is fatal too: the trainer's side has just accepted the same manifest.
             self._transfer(tensors, wire, version, kv)
             confirmed = self._rpc("jetrl_confirm", wire)
             self._confirmed(confirmed)
-            if len({(c["updates"], c["manifest"]) for c in confirmed}) != 1 or confirmed[0]["manifest"] != len(
-                manifest
-            ):
+            if any((c["updates"], c["manifest"]) != (confirmed[0]["updates"], len(manifest)) for c in confirmed):
                 raise RuntimeError(f"workers disagree about what they hold: {confirmed}")
-            if self._expected is None:
-                read_back(self.flow, self._rpc("jetrl_layers"))
+            layers = self._rpc("jetrl_layers") if self._expected is None else []
+        try:
+            read_back(self.flow, layers)
+        except ValueError as error:
+            self.poisoned = str(error)
+            self._shutdown()
+            raise
         self._expected, self._weights = manifest, tensors
         self.policy_version = version
         self._progress = time.monotonic()
@@ -434,6 +442,8 @@ class AsyncVLLMEngine(_Engine):
         threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True).start()
         self._engine = self._channel = None
         self._workers: list = []
+        # Read by the processes that start below; by this one only if torch._dynamo were not imported yet.
+        importlib.import_module("torch._dynamo")
         environment = {} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
 
         async def start():
@@ -578,12 +588,12 @@ def _untouched_process(environment: dict[str, str]):
 
     import numpy
 
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in quiet.items() if name not in os.environ} | environment
     saved = {name: os.environ.get(name) for name in environment}
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     os.environ.update(environment)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         yield
     finally:

@@ -119,12 +119,12 @@ def _native_problems(config: FlowConfig, name: str, report: dict) -> Iterator[st
 
 
 def read_back(flow, workers: list[list[dict]]) -> None:
-    """Raise RuntimeError where any layer of any worker does not run as the flow says."""
+    """ValueError, one line, where any layer of any worker does not run as the flow says."""
     for reports in workers:
         if not any(r["layer"].endswith("qkv_proj") for r in reports):
-            raise RuntimeError("the engine reports no attention projection: unknown model layout")
+            raise ValueError("vLLM reports no attention projection: unknown model layout")
         for problem in layers_to_refuse(flow.config, reports):
-            raise RuntimeError(problem)
+            raise ValueError(f"vLLM does not run this flow: {problem}")
 
 
 def checkpoint_format(flow, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -234,7 +234,7 @@ def test_a_native_layer_that_runs_as_the_trainer_does_passes():
     ],
 )
 def test_a_native_layer_that_runs_otherwise_is_refused(changes, words):
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(ValueError, match=words):
         vllm_flow.read_back(flow_of(**NATIVE), native_report(**changes))
 
 
@@ -242,15 +242,15 @@ def test_an_emulated_layer_must_be_this_flows():
     flow = flow_of(rollout="fp8")
     report = {"layer": "model.layers.0.self_attn.qkv_proj", "method": "FlowLinearMethod"}
     vllm_flow.read_back(flow, [[{**report, "flow": flow.config.model_dump(mode="json")}]])
-    with pytest.raises(RuntimeError, match="for another flow"):
+    with pytest.raises(ValueError, match="for another flow"):
         vllm_flow.read_back(
             flow, [[{**report, "flow": FlowConfig(rollout="fp8", format="e5m2").model_dump(mode="json")}]]
         )
-    with pytest.raises(RuntimeError, match="UnquantizedLinearMethod"):
+    with pytest.raises(ValueError, match="UnquantizedLinearMethod"):
         vllm_flow.read_back(flow, [[{**report, "method": "UnquantizedLinearMethod"}]])
 
 
 def test_a_bf16_rollout_must_not_be_quantised():
     report = {"layer": "model.layers.0.self_attn.qkv_proj", "method": "Fp8LinearMethod"}
-    with pytest.raises(RuntimeError, match="bf16 rollout"):
+    with pytest.raises(ValueError, match="bf16 rollout"):
         vllm_flow.read_back(flow_of(), [[report]])
