@@ -103,7 +103,7 @@ def timeline() -> tuple[plt.Figure, pd.DataFrame]:
     config = CostConfig(accelerators=8)
     for label, schedule in {
         "conventional, G = 4": Schedule("conventional", 8, 16, 4, logprob_passes=0, train={}),
-        "in-flight": Schedule("inflight", 8, 16, generation_gpus=4, slots=12, logprob_passes=0, start="stationary"),
+        "in-flight": Schedule("inflight", 8, 16, generation_gpus=6, slots=8, logprob_passes=0, start="stationary"),
     }.items():
         cost = UnitCosts(config, 1, max_num_seqs=16)
         result = simulate(cost, lengths, schedule, prompt=0, optimizer_steps=8, trace=True, seed=3)
