@@ -223,10 +223,77 @@ INLINE void quantize_as(const void *x, i64 ldx, const int xbf, void *out, const 
         }
     }
 }
+#if defined(__AVX512BW__)
+/* Power-of-two scales, bf16 in and out: rounding a bf16 mantissa to fewer bits does not see the scale, so it is done on
+ * 16-bit words; a word vector with an element below the format's smallest normal (or NaN, inf) takes the general way. */
+typedef struct { __m512i half, keep; __m128i shift; } Words;
+INLINE Words words(const Spec *s) {
+    int bits = 7 - s->mantissa;
+    return (Words){_mm512_set1_epi16((1 << (bits - 1)) - 1), _mm512_set1_epi16((short)(0xffff << bits)), _mm_cvtsi32_si128(bits)};
+}
+INLINE __m512i magnitude(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi16(0x7fff)); }
+INLINE void round_words(const uint16_t *x, uint16_t *out, __m512i least, vf sc0, vf sc1, vf mu0, vf mu1, Words w, const Spec *s) {
+    __m512i v = _mm512_loadu_si512(x), a = magnitude(v);
+    if (__builtin_expect(_mm512_mask_cmplt_epu16_mask(_mm512_test_epi16_mask(a, a), a, least) != 0, 0)) {
+        store_bf(out, round_code(load_bf(x) * mu0, s) * sc0);
+        store_bf(out + 16, round_code(load_bf(x + 16) * mu1, s) * sc1);
+        return;
+    }
+    __m512i odd = _mm512_and_si512(_mm512_srl_epi16(a, w.shift), _mm512_set1_epi16(1));
+    __m512i r = _mm512_and_si512(_mm512_add_epi16(_mm512_add_epi16(a, w.half), odd), w.keep);
+    _mm512_storeu_si512(out, _mm512_or_si512(r, _mm512_andnot_si512(_mm512_set1_epi16(0x7fff), v)));
+}
+/* words below which an element is subnormal in the format: 2^emin x scale; everything, if amax is not finite */
+INLINE vu least_words(vf amax, vf scale, const Spec *s) {
+    vi e = (vi)((vu)scale >> 23) + s->emin;
+    vu least = (vu)(e << 7);
+    return (vu)blend((vi)((vu)amax >= 0x7f800000u) | (e < 1), (vf)((vu){0} + 0xffffu), (vf)least);
+}
+INLINE void quantize_rows128(const uint16_t *x, i64 ldx, uint16_t *out, float *scales, i64 R, i64 C, const Spec *s) {
+    Words w = words(s);
+    for (i64 r = 0; r < R; r++)
+        for (i64 c = 0; c < C; c += 128) {
+            const uint16_t *p = x + r * ldx + c;
+            __m512i m = magnitude(_mm512_loadu_si512(p));
+            for (int i = 32; i < 128; i += 32) m = _mm512_max_epu16(m, magnitude(_mm512_loadu_si512(p + i)));
+            __m256i h = _mm256_max_epu16(_mm512_castsi512_si256(m), _mm512_extracti64x4_epi64(m, 1));
+            vf sc, mu, amax = SPLAT(fold_max((vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)));
+            scale_of(amax, s, &sc, &mu);
+            __m512i least = _mm512_set1_epi16((short)least_words(amax, sc, s)[0]);
+            for (int i = 0; i < 128; i += 32) round_words(p + i, out + r * C + c + i, least, sc, sc, mu, mu, w, s);
+            if (scales) scales[(r * C + c) / 128] = sc[0];
+        }
+}
+INLINE void quantize_columns(const uint16_t *x, i64 ldx, uint16_t *out, float *scales, i64 R, i64 C, i64 br, const Spec *s) {
+    Words w = words(s);
+    for (i64 r0 = 0; r0 < R; r0 += br)
+        for (i64 c = 0; c < C; c += 32) {
+            i64 r1 = r0 + br < R ? r0 + br : R;
+            __m512i m = _mm512_setzero_si512();
+            for (i64 r = r0; r < r1; r++) m = _mm512_max_epu16(m, magnitude(_mm512_loadu_si512(x + r * ldx + c)));
+            vf sc[2], mu[2];
+            __m256i least[2], half[2] = {_mm512_castsi512_si256(m), _mm512_extracti64x4_epi64(m, 1)};
+            for (int i = 0; i < 2; i++) {
+                vf amax = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half[i]), 16);
+                scale_of(amax, s, sc + i, mu + i);
+                least[i] = _mm512_cvtepi32_epi16((__m512i)least_words(amax, sc[i], s));
+                if (scales) store(scales + (r0 / br) * C + c + 16 * i, sc[i]);
+            }
+            __m512i l = _mm512_inserti64x4(_mm512_castsi256_si512(least[0]), least[1], 1);
+            for (i64 r = r0; r < r1; r++) round_words(x + r * ldx + c, out + r * C + c, l, sc[0], sc[1], mu[0], mu[1], w, s);
+        }
+}
+#endif
 void quantize(const void *x, i64 ldx, int xbf, void *out, int obf, float *scales, i64 R, i64 C, i64 br, i64 bc, int mode,
               const Spec *s) {
     const Spec spec = *s;
     int divide = !spec.apply && !spec.pow2; /* by a power of two, dividing and multiplying are the same */
+#if defined(__AVX512BW__)
+    if (xbf && obf && !mode && spec.pow2 && spec.mantissa < 7) {
+        if (br == 1 && bc == 128 && C % 128 == 0) { quantize_rows128(x, ldx, out, scales, R, C, &spec); return; }
+        if (bc == 1 && C % 32 == 0) { quantize_columns(x, ldx, out, scales, R, C, br, &spec); return; }
+    }
+#endif
     if (xbf && obf && !divide) {
         if (mode) quantize_as(x, ldx, 1, out, 1, scales, R, C, br, bc, 1, 0, spec);
         else quantize_as(x, ldx, 1, out, 1, scales, R, C, br, bc, 0, 0, spec);
