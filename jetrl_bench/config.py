@@ -76,7 +76,7 @@ class TaskConfig(Strict):
     """Fewest chain steps of a problem; steps are drawn uniformly from min_steps to max_steps."""
     max_steps: int = Field(20, ge=1)
     num_labels: int = Field(30, ge=1)
-    """Distinct step labels; a problem uses each at most once."""
+    """Step labels of the vocabulary; step i of a problem carries label i, so the longest problem has num_labels steps."""
     cycles: int = Field(1, ge=1)
     """Times the response walks the chain: the response has 3 * steps * cycles + 1 tokens (long responses)."""
 

@@ -138,7 +138,7 @@ class _Drawn:
 
 class ChainTask(_Drawn):
     name = "chain"
-    revision = "chain-1"
+    revision = "chain-2"
     stop_ids = (EOS_ID,)
 
     def __init__(self, config: TaskConfig):
@@ -149,7 +149,7 @@ class ChainTask(_Drawn):
     def _draw(self, generator) -> tuple[tuple, int]:
         steps = int(generator.integers(self.config.min_steps, self.config.max_steps + 1))
         start = int(generator.integers(10))
-        labels = tuple(generator.permutation(self.config.num_labels)[:steps].tolist())
+        labels = tuple(range(steps))
         operations = tuple(generator.integers(len(OPERATIONS), size=steps).tolist())
         value = start
         for operation in operations * self.config.cycles:
