@@ -587,11 +587,6 @@ void decode(const uint16_t *qkv, const i64 *slots, const i64 *positions, i64 R, 
     for (i64 r = 0; r < R; r++)
         for (i64 kv = 0; kv < h.Hkv; kv++) {
             i64 n = positions[r] + 1, np = PAD(n, 16), base = (slots[r] * h.Hkv + kv) * D * Lmax;
-            if (kv + 1 < h.Hkv || r + 1 < R) {
-                i64 next = kv + 1 < h.Hkv ? base + D * Lmax : slots[r + 1] * h.Hkv * D * Lmax;
-                for (i64 d = 0; d < D; d++) for (i64 j = 0; j < np; j += 32) __builtin_prefetch(kT + next + d * Lmax + j, 0, 2);
-                for (i64 j = 0; j < n * D; j += 32) __builtin_prefetch(vc + next + j, 0, 2);
-            }
             for (i64 g = 0; g < G; g++)
                 rope_row(qkv + r * h.ld + (kv * G + g) * D, cos + (n - 1) * half, sin + (n - 1) * half, D, q + g * Dp);
             if (Dp == D) lane_gemm(G, np, D, q, Dp, 1, kT + base, Lmax, 1, sc, Lm);

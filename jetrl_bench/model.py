@@ -254,6 +254,9 @@ class Inference:
     def swiglu(self, x):
         return kernels.swiglu(x)
 
+    def rows(self, x, rows):
+        return x.index_select(0, rows)
+
 
 class Training:
     """The same operators, differentiable in the fp32 masters: same kernels, same bits."""
@@ -275,6 +278,9 @@ class Training:
 
     def swiglu(self, x):
         return _SwiGLU.apply(x)
+
+    def rows(self, x, rows):
+        return _Rows.apply(x, rows)
 
 
 class _Embed(torch.autograd.Function):
@@ -306,6 +312,20 @@ class _AddRMSNorm(torch.autograd.Function):
             dy.contiguous(), None if dx is None else dx.contiguous(), x, rstd, weight
         )
         return dh, dh if ctx.has_delta else None, dw, None, None
+
+
+class _Rows(torch.autograd.Function):
+    """x[rows] for rows that occur once."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.new_zeros(ctx.shape).index_copy_(0, ctx.saved_tensors[0], dy), None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -474,7 +494,7 @@ def _forward(model: Decoder, weights: ModelWeights, ids, starts, rows, ops, whic
     heads = Heads(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
     attention = other_attention if which == "other" else _Attention.apply
     h, delta = run_layers(cfg, weights, ids, ops, lambda i, qkv: attention(qkv, starts, heads, cos, sin, side.kv))
-    y = ops.norm(h[rows], delta[rows], weights.norm, cfg.norm_eps)[1]
+    y = ops.norm(ops.rows(h, rows), ops.rows(delta, rows), weights.norm, cfg.norm_eps)[1]
     return ops.head(y, weights.head)
 
 

@@ -121,6 +121,7 @@ class ReferenceEngine:
             for _ in range(cfg.num_layers)
         ]
         self._waiting: deque[Request] = deque()
+        self._pending: list[tuple] = []
         self._running: dict[int, _Running] = {}
         self._received: dict[str, torch.Tensor] = {}
         self._weights = None
@@ -180,6 +181,7 @@ class ReferenceEngine:
         self._received = received
         self.policy_version = version
         tokens = 0
+        self._settle()
         if kv == "recompute" and self._running:
             tokens = self._prefill({s: [*r.request.token_ids, *r.token_ids][:-1] for s, r in self._running.items()})
         return SyncStats(version, len(received), sum(t.nbytes for t in received.values()), tokens)
@@ -201,24 +203,32 @@ class ReferenceEngine:
         kernels.sample(logits, self._temperatures, self._seeds, self._counts, self._last, self._logprobs, full)
         self._positions += 1
         self._counts += 1
-        finished, version = [], self.policy_version
-        tokens, logprobs = self._last.tolist(), self._logprobs.tolist()
-        for i, (slot, token, logprob) in enumerate(zip(self._order, tokens, logprobs)):
-            run = self._running[slot]
-            run.token_ids.append(token)
-            run.logprobs.append(logprob)
-            run.versions.append(version)
-            if full is not None:
-                run.full.append(full[i])
-            if token in run.request.stop_ids:
-                finished.append((slot, "stop"))
-            elif len(run.token_ids) == run.request.max_tokens:
-                finished.append((slot, "length"))
-        if not finished:
+        tokens = self._last.tolist()
+        self._pending.append((tokens, self._logprobs.tolist(), self.policy_version, full))
+        stopped = [i for i, token in enumerate(tokens) if token in self._stops[i]]
+        if not stopped and len(self._pending) < self._shortest:
             return []
-        done = [self._complete(self._running.pop(slot), reason) for slot, reason in finished]
+        self._settle()
+        finished = {self._order[i]: "stop" for i in stopped}
+        for slot, run in self._running.items():
+            if len(run.token_ids) == run.request.max_tokens:
+                finished.setdefault(slot, "length")
+        done = [self._complete(self._running.pop(slot), finished[slot]) for slot in sorted(finished)]
         self._refresh()
         return done
+
+    def _settle(self) -> None:
+        """Hand the pending steps' tokens, log-probs and versions to the sequences they belong to."""
+        for tokens, logprobs, version, full in self._pending:
+            for i, slot in enumerate(self._order):
+                run = self._running[slot]
+                run.token_ids.append(tokens[i])
+                run.logprobs.append(logprobs[i])
+                run.versions.append(version)
+                if full is not None:
+                    run.full.append(full[i])
+        self._shortest -= len(self._pending)  # steps until a sequence reaches its limit
+        self._pending = []
 
     def _complete(self, run: _Running, reason: str) -> Completion:
         r = run.request
@@ -236,6 +246,7 @@ class ReferenceEngine:
         """Waiting requests, oldest first, into free slots; the prompt's last token is left to the decode step."""
         if not self._waiting or len(self._running) == self.max_slots:
             return
+        self._settle()
         free = [s for s in range(self.max_slots) if s not in self._running]
         admitted = {}
         for slot in free:
@@ -288,6 +299,7 @@ class ReferenceEngine:
 
     def _refresh(self) -> None:
         """Rebuild the per-slot tensors after slots were filled or freed."""
+        assert not self._pending
         self._order = sorted(self._running)
         runs = [self._running[s] for s in self._order]
         R = len(runs)
@@ -299,6 +311,8 @@ class ReferenceEngine:
         self._last = torch.tensor([(r.token_ids or r.request.token_ids)[-1] for r in runs], dtype=torch.int64)
         self._seeds = torch.tensor([r.request.seed for r in runs], dtype=torch.int64)
         self._temperatures = torch.tensor([r.request.temperature for r in runs], dtype=torch.float32)
+        self._stops = [frozenset(r.request.stop_ids) for r in runs]
+        self._shortest = min((r.request.max_tokens - len(r.token_ids) for r in runs), default=0)
         self._logprobs = torch.empty(R, dtype=torch.float32)
         self._out = torch.empty(R, self._heads.num_heads * self._heads.head_dim, dtype=torch.bfloat16)
 
@@ -306,6 +320,7 @@ class ReferenceEngine:
 
     def state_dict(self) -> dict:
         """Everything a fresh engine needs to continue to the same bytes; copies, safe to keep across steps."""
+        self._settle()
         return {
             "policy_version": self.policy_version,
             "weights": dict(self._received),
@@ -328,6 +343,7 @@ class ReferenceEngine:
                 raise ValueError("engine state was saved with other max_slots or max_len")
         if state["weights"]:
             self.load_weights(state["weights"].items(), version=state["policy_version"], kv="keep")
+        self._pending = []
         self._waiting = deque(_request(r) for r in state["waiting"])
         self._running = {}
         for slot, r in state["running"].items():

@@ -68,7 +68,7 @@ def test_order_of_admission_and_one_token_a_step():
     assert (e.num_unfinished(), e.num_running()) == (3, 0)
     e.step()
     assert e.num_running() == 2 and [r.request.request_id for r in e._running.values()] == [0, 1]
-    assert all(len(r.token_ids) == 1 for r in e._running.values())
+    assert [len(r["token_ids"]) for r in e.state_dict()["running"].values()] == [1, 1]
 
 
 def test_draws_follow_the_distribution():
