@@ -17,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from engine_cases import CFG, VOCAB, Policies, policy  # noqa: E402
 
-from jetrl_bench import conformance, kernels, precision  # noqa: E402
+from jetrl_bench import conformance, fp8, kernels, precision  # noqa: E402
 from jetrl_bench.config import FlowConfig, ModelConfig  # noqa: E402
 from jetrl_bench.conformance import CHECKS, requests, run  # noqa: E402
 from jetrl_bench.errors import WorkerDied  # noqa: E402
@@ -288,8 +288,8 @@ def test_the_plugin_is_the_flow_layer_by_layer(policies, engine_of, config):
                 x = x_TK[weights[0].shape[1]]
                 expected = precision.linear(x, weight, flow.rollout_side)
                 assert torch.equal(layers[prefix + theirs](x)[0], expected), (i, theirs)
-                plain = precision.linear(x, weight._replace(operand=weight.bf16, quantized=False), flow.rollout_side)
-                assert not torch.equal(expected, plain)
+                plain = precision.prepare_weight(weights, biases, flow.rollout_side, quantized=False)
+                assert not torch.equal(expected, precision.linear(x, plain, flow.rollout_side))
         head = layers["lm_head"]
         logits = head.quant_method.apply(head, x_TK[128])[:, :VOCAB]
         weight = named["model.embed_tokens.weight"]
@@ -356,8 +356,7 @@ def test_vllms_own_block_fp8_loads_our_codes_and_is_refused_for_its_activations(
         "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
     }.items():
         weights = [named[f"model.layers.1.{part}.weight"] for part in ours]
-        prepared = precision.prepare_weight(weights, [], emulated.rollout_side, quantized=True)
-        expected = x.float() @ prepared.operand.float().t()
+        expected = torch.cat([x.float() @ fp8.qdq(w, "e4m3", (128, 128)).float().t() for w in weights], 1)
         torch.testing.assert_close(layers[f"model.layers.1.{theirs}"](x)[0].float(), expected, rtol=1e-2, atol=2e-2)
 
 
