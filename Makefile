@@ -2,6 +2,7 @@
 # make smoke     the same workflow on a toy of a toy (2 minutes)
 # make test      the tests
 # make figures   tables and figures again, from the records that exist; never trains
+# make vllm      the same through the real vLLM on a CPU, in an environment of its own (.venv-vllm)
 # make publish   copy complete, clean records with their tables and figures to results/reference
 #
 # Every target first makes sure of .venv, which pip alone installs. ARGS reaches snakemake:
@@ -37,7 +38,7 @@ figures: install
 	$(BIN)/python -m jetrl_bench figure $(RECORDS) --out results/figures
 
 publish: install
-	$(BIN)/python -m jetrl_bench publish
+	$(BIN)/python -m jetrl_bench publish --speed results/speed.json results/speed.md
 
 install: .venv/installed
 
@@ -45,3 +46,5 @@ install: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints/cpu.txt -e '.[dev]'
 	@touch $@
+
+include workflow/envs/vllm.mk

@@ -9,12 +9,13 @@ task: its rows are kept in a cache, keyed by everything that decides them (weigh
 so that a kill loses one unit, and the warm-up checkpoint, which every arm starts from, is sampled once per flow.
 Problems and sampling seeds are the same for every method of a seed: comparisons are paired.
 
-Sampling uses the reference engine, whatever engine trained the policy.
+Sampling uses the reference engine; only a policy trained through vLLM has its deployment flow sampled there.
 """
 
 import argparse
 import hashlib
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -74,6 +75,7 @@ class Unit:
     seed: int
     max_tokens: int
     """Response limit on the training task; benchmarks have their own."""
+    engine: Literal["reference", "vllm"] = "reference"
 
 
 class Evaluator:
@@ -101,6 +103,7 @@ class Evaluator:
             "flow": unit.flow.model_dump(mode="json"),
             "temperature": self.config.temperature,
             "seed": unit.seed,
+            "engine": unit.engine,
         }
         if isinstance(unit.task, str):
             return key | {
@@ -143,7 +146,7 @@ def sample_task(unit: Unit, config: EvaluateConfig, data: Path) -> list[SampleRo
         )
         for number, problem in enumerate(problems)
     ]
-    completions = complete(unit.weights, unit.flow, requests)
+    completions = complete(unit.weights, unit.flow, requests, unit.engine)
     return [
         SampleRow(
             task=task.name,
@@ -158,27 +161,38 @@ def sample_task(unit: Unit, config: EvaluateConfig, data: Path) -> list[SampleRo
     ]
 
 
-def complete(weights: Path, flow: FlowConfig, requests: list) -> list:
+def complete(weights: Path, flow: FlowConfig, requests: list, engine: str = "reference") -> list:
     """Completions of requests, in their order, from the checkpoint in this precision."""
     from jetrl_bench.model import load_hf
     from jetrl_bench.precision import make_flow
-    from jetrl_bench.rollout import ReferenceEngine
 
     config, vocab_size, state = load_hf(weights)
     longest = max(len(request.token_ids) + request.max_tokens for request in requests)
     if longest > config.max_position:
         raise ValueError(
-            f"{weights}: a prompt and its answer take {longest} tokens, model.max_position is {config.max_position}"
+            f"{weights}: prompt and answer take {longest} tokens, model.max_position is {config.max_position}"
         )
-    precision = make_flow(flow)
-    engine = ReferenceEngine(config, vocab_size, precision, max_slots=min(SLOTS, len(requests)), max_len=longest)
-    engine.load_weights(precision.export(state.items()), version=0, kv="keep")
-    for request in requests:
-        engine.add(request)
-    done = {}
-    while engine.num_unfinished():
-        done |= {completion.request_id: completion for completion in engine.step()}
-    engine.close()
+    sizes = {"max_slots": min(SLOTS, len(requests)), "max_len": longest}
+    with tempfile.TemporaryDirectory() as scratch:
+        if engine == "vllm":
+            from jetrl_bench.rollout_vllm import make_vllm_engine
+
+            folder = Path(scratch) / "engine"
+            sampler = make_vllm_engine(
+                config, vocab_size, make_flow(flow), state.items(), version=0, folder=folder, **sizes
+            )
+        else:
+            from jetrl_bench.rollout import ReferenceEngine
+
+            precision = make_flow(flow)
+            sampler = ReferenceEngine(config, vocab_size, precision, **sizes)
+            sampler.load_weights(precision.export(state.items()), version=0, kv="keep")
+        for request in requests:
+            sampler.add(request)
+        done = {}
+        while sampler.num_unfinished():
+            done |= {completion.request_id: completion for completion in sampler.step()}
+        sampler.close()
     return [done[request.request_id] for request in requests]
 
 
@@ -197,7 +211,7 @@ class Evaluated:
     settings: RunSettings
     base: Path
 
-    def unit(self, flow: FlowConfig, task: TaskConfig | str, checkpoint: str) -> Unit:
+    def unit(self, name: str, flow: FlowConfig, task: TaskConfig | str, checkpoint: str) -> Unit:
         final = checkpoint == "final"
         return Unit(
             weights=self.folder / "checkpoint" if final else self.base,
@@ -206,6 +220,7 @@ class Evaluated:
             task=task,
             seed=self.settings.seed if final else self.settings.base_index,
             max_tokens=self.settings.train.max_tokens,
+            engine=self.settings.train.engine if name == "deployment" else "reference",
         )
 
 
@@ -217,7 +232,7 @@ def evaluate(run: Evaluated, evaluator: Evaluator, checkpoints: tuple[str, ...] 
     out: dict[str, list] = {}
     for task, name, flow in wanted:
         for checkpoint in checkpoints:
-            rows = evaluator.rows(run.unit(flow, task, checkpoint))
+            rows = evaluator.rows(run.unit(name, flow, task, checkpoint))
             key = task if isinstance(task, str) else task.name
             out.setdefault(key, []).extend(r.model_copy(update={"flow": name, "checkpoint": checkpoint}) for r in rows)
             correct = sum(row.status == "correct" for row in rows) / len(rows)
