@@ -76,7 +76,7 @@ class TaskConfig(Strict):
     """Fewest chain steps of a problem; steps are drawn uniformly from min_steps to max_steps."""
     max_steps: int = Field(20, ge=1)
     num_labels: int = Field(30, ge=1)
-    """Step labels of the vocabulary; step i of a problem carries label i, so the longest problem has num_labels steps."""
+    """Step labels of the vocabulary; step i of a problem carries label i: no problem has more than num_labels steps."""
     cycles: int = Field(1, ge=1)
     """Times the response walks the chain: the response has 3 * steps * cycles + 1 tokens (long responses)."""
 
@@ -156,7 +156,7 @@ class SyncConfig(Strict):
     """When the rollout engine receives weights."""
 
     schedule: Literal["barrier", "concurrent", "inflight"] = "barrier"
-    """barrier: generate, then train. concurrent: generate the next batch while training. inflight: swap mid-sequence."""
+    """barrier: generate, then train. concurrent: generate the next batch meanwhile. inflight: swap mid-sequence."""
     updates_per_rollout: int = Field(4, ge=1)
     """G, optimizer steps per rollout batch (barrier and concurrent); in-flight runs train on every batch once."""
     kv: Literal["keep", "recompute"] | None = None
@@ -181,7 +181,7 @@ class LossConfig(Strict):
     anchor: Literal["proximal", "rollout"] = "proximal"
     """Denominator of the ratio: the trainer's own recomputed log-probs, or the engine's."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """What multiplies the loss: nothing, min(w, cap), or w's membership in [mask_low, mask_high]; w = proximal - rollout."""
+    """What multiplies the loss: nothing, min(w, cap), or w in [mask_low, mask_high]; w = exp(proximal - rollout)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """At which level the correction weight is formed (geometric: mask only)."""
     surrogate: Literal["reinforce", "ppo", "dual_clip", "cispo", "gspo"] = "ppo"
@@ -193,8 +193,8 @@ class LossConfig(Strict):
     mask_low: Real = Field(0.5, ge=0)
     mask_high: Real = Field(2.0, gt=0)
     normalizer: Literal["token", "sequence", "batch", "constant"] = "token"
-    """token: valid tokens of the optimizer step. sequence: mean per sequence, then over sequences. batch: token sum over
-    sequences. constant: token sum over sequences x max_tokens."""
+    """token: valid tokens of the optimizer step. sequence: mean per sequence, then over sequences. batch: token sum
+    over sequences. constant: token sum over sequences x max_tokens."""
     advantage: Literal["center", "center_scale", "leave_one_out"] = "center_scale"
     """Group baseline; center_scale divides by the group's standard deviation (GRPO)."""
 
@@ -402,8 +402,8 @@ class Config(Strict):
                 rollout_batch = run.method.sync.updates_per_rollout
                 if run.method.sync.schedule != "inflight" and run.train.optimizer_steps % rollout_batch:
                     raise ValueError(
-                        f"experiments.{experiment}: train.optimizer_steps {run.train.optimizer_steps} is not a multiple "
-                        f"of updates_per_rollout {rollout_batch} of method {name}"
+                        f"experiments.{experiment}: train.optimizer_steps {run.train.optimizer_steps} is not a "
+                        f"multiple of updates_per_rollout {rollout_batch} of method {name}"
                     )
                 out.append((name, run))
         return out

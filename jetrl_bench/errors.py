@@ -6,4 +6,4 @@ class WorkerDied(RuntimeError):
 
 
 class NotFinite(ValueError):
-    """NaN or inf in a forward pass, a loss or a gradient; the message names where. A training run ends, its rows kept."""
+    """NaN or inf in a forward pass, a loss or a gradient; the message says where. A run ends, its rows are kept."""

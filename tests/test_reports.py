@@ -1,4 +1,4 @@
-"""tests/reports.csv: every public report that touches this project, with the test that covers it or the reason for none."""
+"""tests/reports.csv: every public report that touches this project, with its test or the reason for none."""
 
 import ast
 import csv

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jetrl_bench.rollout import Request
 
 from jetrl_bench import schedule
 from jetrl_bench.clock import Clock, Units
 from jetrl_bench.config import CostConfig, Method, ModelConfig, RunSettings, SyncConfig, TaskConfig, TrainConfig
 from jetrl_bench.errors import WorkerDied
+from jetrl_bench.rollout import Request
 from jetrl_bench.schedule import Ledger, LengthEngine, batches, best_split, dry_run
 from jetrl_bench.seeds import seed_of
 from jetrl_bench.tasks import make_task

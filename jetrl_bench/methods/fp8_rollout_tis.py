@@ -1,4 +1,4 @@
-"""BF16 training with an FP8 rollout, repaired by truncated importance sampling (TIS; fengyao.notion.site/off-policy-rl).
+"""BF16 training, FP8 rollout, repaired by truncated importance sampling (TIS; fengyao.notion.site/off-policy-rl).
 
 Every token's loss is multiplied by min(exp(proximal - rollout), cap), detached; cap 2 as in verl's FP8 recipe.
 """
