@@ -31,8 +31,8 @@ from jetrl_bench.config import FlowConfig
 from jetrl_bench.fp8 import BLOCK, spec
 from jetrl_bench.kernels import QuantSpec, quantize_blocks
 
-Linear = Callable[[Tensor, Tensor], Tensor]
-"""(x [T, K] bf16, weight [N, K] fp32 master or bf16) -> y [T, N] bf16, differentiable in both."""
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x [T, K] bf16, weight [N, K] and bias [N] or None, fp32 masters or bf16) -> y [T, N] bf16, differentiable in all."""
 
 
 def require(flow: FlowConfig, device: str = "cuda") -> None:
@@ -51,7 +51,25 @@ def make_linear(flow: FlowConfig, side: str = "train") -> Linear:
     forward = spec(flow.format, flow.scale, rule)
     backward = None if flow.forward_only else spec(flow.grad_format, flow.scale, rule)
     wgrad_dtype = torch.float32 if flow.wgrad_output == "fp32" else torch.bfloat16
-    return lambda x_TK, weight_NK: BlockLinear.apply(x_TK, weight_NK, forward, backward, wgrad_dtype)
+    return lambda x_TK, weight_NK, bias_N=None: BlockLinear.apply(
+        x_TK, weight_NK, bias_N, forward, backward, wgrad_dtype
+    )
+
+
+def ready(weight_NK: Tensor, bias_N: Tensor | None, backend: str, rule: QuantSpec) -> Callable[[Tensor], Tensor]:
+    """x [T, K] -> y [T, N] without gradients, the bf16 weight quantised once: what a rollout calls at every step."""
+    if backend == "te":
+        linear = te_linear("pow2" if rule.pow2 else "fp32")
+        return lambda x_TK: linear(x_TK, weight_NK, bias_N)
+    weight = block_weight(weight_NK, rule).operand()
+    return lambda x_TK: _forward(x_TK, weight, bias_N, rule, weight_NK.shape[0])
+
+
+def _forward(x_TK: Tensor, weight: "Operand", bias_N: Tensor | None, rule: QuantSpec, rows: int) -> Tensor:
+    """bf16(X W^T + bias), rounded once."""
+    y = product(row_operand(x_TK, rule), weight, torch.bfloat16 if bias_N is None else torch.float32)
+    y = y.narrow(0, 0, x_TK.shape[0]).narrow(1, 0, rows)
+    return y if bias_N is None else (y + bias_N.to(torch.bfloat16).float()).to(torch.bfloat16)
 
 
 def _settings(flow: FlowConfig) -> list[str]:
@@ -153,26 +171,27 @@ def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 class BlockLinear(torch.autograd.Function):
-    """Y = X W^T with its two gradients, each one block-scaled FP8 product; bf16 gradients where `backward` is None."""
+    """Y = X W^T + b with its gradients, each a block-scaled FP8 product; bf16 gradients where `backward` is None."""
 
     @staticmethod
-    def forward(ctx, x_TK, weight_NK, forward_rule, backward_rule, wgrad_dtype):
+    def forward(ctx, x_TK, weight_NK, bias_N, forward_rule, backward_rule, wgrad_dtype):
         weight_bf16 = weight_NK.to(torch.bfloat16)
         weight = block_weight(weight_bf16, forward_rule)
         ctx.save_for_backward(x_TK, weight_bf16 if backward_rule is None else None, *weight)
         ctx.rule, ctx.wgrad_dtype, ctx.weight_shape = backward_rule, wgrad_dtype, weight_NK.shape
-        y_TN = product(row_operand(x_TK, forward_rule), weight.operand(), torch.bfloat16)
-        return y_TN.narrow(0, 0, x_TK.shape[0]).narrow(1, 0, weight_NK.shape[0])
+        ctx.has_bias = bias_N is not None
+        return _forward(x_TK, weight.operand(), bias_N, forward_rule, weight_NK.shape[0])
 
     @staticmethod
     def backward(ctx, dy_TN):
         x_TK, weight_NK, *weight = ctx.saved_tensors
         (N, K), T, rule = ctx.weight_shape, x_TK.shape[0], ctx.rule
+        db = dy_TN.float().sum(0) if ctx.has_bias else None
         if rule is None:
-            return dy_TN @ weight_NK, (dy_TN.t() @ x_TK).to(ctx.wgrad_dtype), None, None, None
+            return dy_TN @ weight_NK, (dy_TN.t() @ x_TK).to(ctx.wgrad_dtype), db, None, None, None
         dx = product(row_operand(dy_TN, rule), BlockWeight(*weight).transposed().operand(), torch.bfloat16)
         dw = product(row_operand(dy_TN.t(), rule), row_operand(x_TK.t(), rule), ctx.wgrad_dtype)
-        return dx.narrow(0, 0, T).narrow(1, 0, K), dw.narrow(0, 0, N).narrow(1, 0, K), None, None, None
+        return dx.narrow(0, 0, T).narrow(1, 0, K), dw.narrow(0, 0, N).narrow(1, 0, K), db, None, None, None
 
 
 # The te back end
@@ -194,7 +213,7 @@ def te_linear(scale: str) -> Linear:
 
     recipe, modules = te_recipe(scale), {}
 
-    def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         (N, K), T = weight_NK.shape, x_TK.shape[0]
         if N % 16 or K % 16:
             raise ValueError(f"flow.backend 'te': a weight of {N} x {K} is refused, both must be multiples of 16")
@@ -203,6 +222,7 @@ def te_linear(scale: str) -> Linear:
         with te.autocast(enabled=True, recipe=recipe):
             padded = pad(x_TK, (0, 0, 0, -T % BLOCK))
             y = torch.func.functional_call(modules[N, K], {"weight": weight_NK.to(torch.bfloat16)}, (padded,))
-        return y.narrow(0, 0, T)
+        y = y.narrow(0, 0, T)
+        return y if bias_N is None else y + bias_N.to(torch.bfloat16)
 
     return linear

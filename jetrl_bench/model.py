@@ -271,9 +271,13 @@ class Training:
         return _AddRMSNorm.apply(h, delta, norm.master, norm.weight, eps)
 
     def linear(self, x, weight: Weight):
+        if weight.real:
+            return self.flow.real_linear(x, weight)
         return precision.Linear.apply(x, weight, self.flow, False, *weight.masters)
 
     def head(self, x, weight: Weight):
+        if weight.real:
+            return self.flow.real_linear(x, weight)
         return precision.Linear.apply(x, weight, self.flow, True, *weight.masters)
 
     def swiglu(self, x):

@@ -28,12 +28,12 @@ inside of norms, softmax and sums, master weights, weight gradients (wgrad_outpu
 rounding straight through. Sources: Jet-RL (arXiv 2601.14243, sections 3 and 4), DeepSeek-V3 (arXiv 2412.19437, 3.3).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from jetrl_bench import fp8, kernels
+from jetrl_bench import backends, fp8, kernels
 from jetrl_bench.config import FlowConfig
 from jetrl_bench.fp8 import Factor
 from jetrl_bench.kernels import QuantSpec
@@ -50,6 +50,8 @@ class Side(NamedTuple):
     lm_head: str
     kv: QuantSpec | None
     """How keys and values are quantised, or None."""
+    backend: str = "emulated"
+    """Who multiplies quantised operands (FlowConfig.backend)."""
 
 
 class Weight(NamedTuple):
@@ -67,6 +69,8 @@ class Weight(NamedTuple):
     quantized: bool
     masters: tuple[torch.Tensor, ...]
     """The fp32 parameters behind it (weights, then biases); empty in an engine."""
+    real: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+    """x -> y of each part on a real back end (backends.py); empty where FP8 is emulated."""
 
 
 def prepare_weight(
@@ -80,6 +84,10 @@ def prepare_weight(
     if not quantized:
         return Weight(bf16, Factor(bf16), [Factor(bf16, transposed=True)], sizes, bias, False, masters)
     spec, operands, scales, dgrad = side.forward, [], [], []
+    if side.backend != "emulated":
+        each = bias.split(sizes) if biases else [None] * len(parts)
+        real = tuple(backends.ready(part, b, side.backend, spec) for part, b in zip(parts, each))
+        return Weight(bf16, Factor(bf16), [], sizes, bias, True, masters, real)
     for part in parts:
         block = fp8.block_of(side.weight_groups, part.shape, weight=True)
         values, scale = kernels.quantize_blocks(part, block, spec, dequantize=spec.pow2, want_scales=not spec.pow2)
@@ -111,6 +119,8 @@ def _quantized_rows(x: torch.Tensor, groups: str, spec: QuantSpec):
 
 def linear(x: torch.Tensor, weight: Weight, side: Side) -> torch.Tensor:
     """Y = X W^T (+ bias), bf16 [T, K] -> bf16 [T, N]: the forward operator of both sides."""
+    if weight.real:
+        return torch.cat([part(x) for part in weight.real], 1)
     if not weight.quantized:
         return fp8.gemm(x, weight.forward, bias=weight.bias)
     if side.forward.pow2:
@@ -210,10 +220,7 @@ class PrecisionFlow:
     """A FlowConfig made executable (see the module's table)."""
 
     def __init__(self, config: FlowConfig):
-        if config.backend != "emulated":
-            raise ValueError(
-                f"flow.backend {config.backend!r} needs an FP8 GPU, which this build does not drive; use 'emulated'"
-            )
+        backends.require(config)
         fp32_scales = not fp8.spec(config.format, config.scale, config.train_rule).pow2
         if config.train == "fp8" and not config.forward_only and config.weight_groups == "row" and fp32_scales:
             raise ValueError(
@@ -227,11 +234,19 @@ class PrecisionFlow:
         )
         self.grad = fp8.spec(config.grad_format, config.scale, config.train_rule)
         self._noise_count = 0
+        self._real = None if config.backend == "emulated" else backends.make_linear(config)
+
+    def real_linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """linear() on a real back end, differentiable in the masters: all three GEMMs are the back end's."""
+        weights, biases = weight.masters[: len(weight.parts)], weight.masters[len(weight.parts) :]
+        each = biases or [None] * len(weights)
+        return torch.cat([self._real(x, w, b) for w, b in zip(weights, each)], 1)
 
     def _side(self, quantized: bool, rule: str, *, kv: bool) -> Side:
         c = self.config
         forward = fp8.spec(c.format, c.scale, rule)
-        return Side(quantized, forward, c.activation_groups, c.weight_groups, c.lm_head, forward if kv else None)
+        cache = forward if kv else None
+        return Side(quantized, forward, c.activation_groups, c.weight_groups, c.lm_head, cache, c.backend)
 
     def quantize_grad(self, x, block, *, dequantize=True, dtype=torch.bfloat16):
         """A gradient in the gradient format; codes and scales if not dequantised. Rounding may be stochastic."""
@@ -265,7 +280,7 @@ class PrecisionFlow:
         c = self.config
         same = self.rollout_side == self.train_side
         per_tensor = c.activation_groups == "tensor" and (c.rollout == "fp8" or c.lm_head == "fp8")
-        return same and not per_tensor and c.train_kernels == "same"
+        return same and not per_tensor and c.train_kernels == "same" and c.backend == "emulated"
 
     def export(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, fp32 master) -> (name, bf16): what a rollout engine receives and quantises itself."""

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, scaled_mm
 
 from jetrl_bench import backends, fp8
-from jetrl_bench.config import FlowConfig
+from jetrl_bench.config import FlowConfig, ModelConfig
+from jetrl_bench.model import Batch, init_model, sequence_logprobs
+from jetrl_bench.precision import make_flow
 
 SIZES = [(30, 200, 300), (128, 256, 384), (1, 128, 640), (130, 48, 128)]  # T, N, K
 TORCH = FlowConfig(rollout="fp8", train="fp8", backend="torch")
@@ -103,7 +105,7 @@ def test_layouts_pass_the_checks_for_cuda_tensors(monkeypatch, T, N, K):
     rule = fp8.spec("e4m3")
     with FakeTensorMode():
         x = torch.empty(T, K, device="cuda", dtype=torch.bfloat16)
-        y = backends.BlockLinear.forward(ctx, x, torch.empty(N, K, device="cuda"), rule, rule, torch.float32)
+        y = backends.BlockLinear.forward(ctx, x, torch.empty(N, K, device="cuda"), None, rule, rule, torch.float32)
         assert y.shape == (T, N) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
         dx, dw, *_ = backends.BlockLinear.backward(ctx, torch.empty(T, N, device="cuda", dtype=torch.bfloat16))
         assert dx.shape == (T, K) and dw.shape == (N, K) and dw.dtype == torch.float32
@@ -184,6 +186,40 @@ def test_settings_that_only_emulation_knows_are_refused(monkeypatch, base, chang
     backends.require(base)
     with pytest.raises(ValueError, match=message.replace("(", ".")):
         backends.require(base.model_copy(update=change))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_a_flow_trains_and_rolls_out_through_its_back_end(monkeypatch, arch):
+    """The same model and tokens through the emulated flow and through cuBLASLt's layouts with a reference product."""
+    monkeypatch.setattr(backends, "scaled_mm", block_scaled_product)
+    monkeypatch.setattr(backends, "require", lambda config: None)
+    cfg = ModelConfig(
+        arch=arch, hidden_size=192, num_layers=2, num_heads=3, num_kv_heads=1, head_dim=64, intermediate_size=320
+    )
+    model = init_model(cfg, 64, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    g = torch.Generator().manual_seed(1)
+    batch = Batch(torch.randint(0, 64, (3, 20), generator=g), torch.tensor([4, 5, 6]), torch.tensor([20, 17, 20]))
+    logprobs, gradients = {}, {}
+    for backend in ("emulated", "torch"):
+        flow = make_flow(TORCH.model_copy(update={"backend": backend}))
+        assert flow.is_exact() is (backend == "emulated")
+        model.zero_grad()
+        out = sequence_logprobs(model, flow, batch, 1.0)[0]
+        out.sum().backward()
+        logprobs[backend] = out.detach()
+        gradients[backend] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        with torch.no_grad():  # the rollout's operators
+            assert torch.equal(sequence_logprobs(model, flow, batch, 1.0)[0], logprobs[backend])
+    spread = (logprobs["torch"] - logprobs["emulated"]).abs()
+    # last bits differ and flip roundings further on; a wrong scale or layout is far outside
+    assert spread.mean() < 0.03
+    for name, wanted in gradients["emulated"].items():
+        error = (gradients["torch"][name] - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+        assert error < 0.08, name
 
 
 # te, by the signatures of the release that was read
