@@ -18,10 +18,11 @@ from torch import Tensor
 from jetrl_bench import kernels
 from jetrl_bench.config import FlowConfig, TaskConfig, nearest, registry, validate
 from jetrl_bench.diagnostics import exact_kl
-from jetrl_bench.fp8 import spec
+from jetrl_bench.fp8 import gemm_isa, spec
 from jetrl_bench.model import Batch, Decoder, load_hf, sequence_logprobs
 from jetrl_bench.precision import make_flow
 from jetrl_bench.probe_report import Comparison, ProbeRecord, Tokens, compare
+from jetrl_bench.provenance import source_hash
 from jetrl_bench.rollout import ReferenceEngine, Request
 from jetrl_bench.seeds import seed_of
 from jetrl_bench.trainer import collate
@@ -258,7 +259,13 @@ def probe(
         },
         comparisons=comparisons,
         notes=notes,
-        environment={"torch": torch.__version__, "kernels": kernels.backend(), "threads": str(torch.get_num_threads())},
+        environment={
+            "torch": torch.__version__,
+            "kernels": kernels.backend(),
+            "products": gemm_isa(),
+            "threads": str(torch.get_num_threads()),
+            "numerical_source": source_hash(),
+        },
     )
 
 

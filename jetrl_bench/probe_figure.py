@@ -37,9 +37,8 @@ def draw_grid(rows: list[tuple[str, str, dict[str, float]]], stem: Path) -> list
     from matplotlib import pyplot as plt
 
     questions = list(dict.fromkeys(question for question, *_ in rows))
-    floor = 10 ** (
-        math.floor(math.log10(min(v for *_, n in rows for k, v in n.items() if k.startswith("kl") and v > 0))) - 1
-    )
+    drawn = [n[key] for *_, n in rows for key, *_ in GRID_MARKS if n[key] > 0]
+    floor = 10 ** (math.floor(math.log10(min(drawn, default=1e-3))) - 1)
     data = [["question", "pair", "kl", "kl_quantisation", "kl_kernel"]]
     with plt.rc_context(SETTINGS):
         figure, axes = plt.subplots(figsize=(8.5, 0.21 * (len(rows) + 2 * len(questions)) + 1))

@@ -102,12 +102,24 @@ def read(out: Path) -> dict[str, ProbeRecord]:
     return found
 
 
-COLUMNS = ["mean_abs", "p99_abs", "max_abs", "kl", "kl_quantisation", "kl_kernel", "k3", "ess_sequence", "flips"]
+COLUMNS = [
+    "mean_abs",
+    "p99_abs",
+    "max_abs",
+    "kl",
+    "kl_se",
+    "kl_quantisation",
+    "kl_kernel",
+    "k3",
+    "ess_sequence",
+    "flips",
+]
 HEAD = {
     "mean_abs": "mean abs(d)",
     "p99_abs": "p99",
     "max_abs": "largest",
     "kl": "KL, exact",
+    "kl_se": "its error",
     "kl_quantisation": "KL of the quantisation term",
     "kl_kernel": "KL of the kernel term",
     "k3": "k3",
@@ -118,7 +130,7 @@ HEAD = {
 
 def values(record: ProbeRecord) -> dict[str, float]:
     total, quantisation, kernel = record.comparisons
-    row = {key: probe_report.value_of(total, key) for key in COLUMNS if not key.startswith("kl_")}
+    row = {key: probe_report.value_of(total, key) for key in COLUMNS if key not in ("kl_quantisation", "kl_kernel")}
     return row | {"kl_quantisation": quantisation.numbers.kl, "kl_kernel": kernel.numbers.kl}
 
 
@@ -137,7 +149,11 @@ def markdown(records: dict[str, ProbeRecord]) -> str:
             if pair.question == question:
                 record = records[pair.name]
                 row = values(record)
-                cells = [record.comparisons[0].mu, record.comparisons[0].pi, *(fixed(row[key]) for key in COLUMNS)]
+                cells = [
+                    record.comparisons[0].mu,
+                    record.comparisons[0].pi,
+                    *(fixed(row[key], "one sequence") for key in COLUMNS),
+                ]
                 lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -151,6 +167,8 @@ def write(records: dict[str, ProbeRecord], out: Path) -> None:
         record = records[pair.name]
         row = values(record)
         tokens = record.comparisons[0].numbers.tokens
-        rows.append([pair.name, pair.rollout, pair.train, tokens, *(fixed(row[key]) for key in COLUMNS)])
+        rows.append(
+            [pair.name, pair.rollout, pair.train, tokens, *(fixed(row[key], "one sequence") for key in COLUMNS)]
+        )
     write_text(out / "grid.csv", to_csv(rows))
     probe_figure.draw_grid([(p.question, p.name, values(records[p.name])) for p in pairs()], out / "grid_figure")

@@ -58,6 +58,8 @@ class Numbers(Mismatch):
     tokens: int
     mean_abs_se: float | None
     """Standard error over sequences (tokens of one sequence are not independent); None for one sequence."""
+    kl_se: float | None
+    """Of the exact KL, over sequences; None where the distributions are not known."""
     k3_se: float | None
     mean_weight: float
     """Mean of exp(d): 1 within its error if the tokens were sampled from mu."""
@@ -131,6 +133,7 @@ def numbers(tokens: Tokens) -> Numbers:
         **mismatch(tokens.rollout_T, tokens.proximal_T, tokens.kl_T).model_dump(),
         tokens=len(d_T),
         mean_abs_se=clustered_se(d_T.abs(), ids_T),
+        kl_se=None if tokens.kl_T is None else clustered_se(tokens.kl_T, ids_T),
         k3_se=clustered_se(kl_k3(tokens.rollout_T, tokens.proximal_T), ids_T),
         mean_weight=float(weight_T.mean()),
         mean_weight_se=clustered_se(weight_T, ids_T),
@@ -206,6 +209,7 @@ ROWS = [
     ("p99_abs", "99th percentile of abs(d)"),
     ("max_abs", "largest abs(d)"),
     ("kl", "KL(mu, pi), exact, nats per token"),
+    ("kl_se", "its standard error, over sequences"),
     ("k1", "k1: mean of -d"),
     ("k3", "k3: mean of exp(d) - 1 - d"),
     ("k3_se", "its standard error, over sequences"),
@@ -226,7 +230,8 @@ def value_of(comparison: Comparison, key: str) -> float | None:
 
 def cell(record: ProbeRecord, comparison: Comparison, key: str) -> str:
     """A number, or why there is none: only the exact KL and the flips of a log-probability file need a checkpoint."""
-    return fixed(value_of(comparison, key), "one sequence" if key.endswith("_se") else NEEDS)
+    unknown = NEEDS if record.mode == "logprobs" and key in ("kl", "kl_se", "flips") else "one sequence"
+    return fixed(value_of(comparison, key), unknown)
 
 
 def markdown(record: ProbeRecord) -> str:
