@@ -250,13 +250,12 @@ class _Engine:
             if tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"weight update refused: tensor {name!r} holds NaN or inf")
         check_manifest(self._expected if self._expected is not None else manifest, manifest)
-        wire = to_wire(manifest)
         started = [live for live in self._live.values() if live.token_ids]
         recomputed = sum(len(live.request.token_ids) + len(live.token_ids) - 1 for live in started)
         with self._fatal(f"weight update to version {version} failed half-way"):
             # A refusal inside a worker is fatal too: the trainer's side has just accepted the same manifest.
-            self._transfer(tensors, wire, version, kv)
-            confirmed = self._rpc("jetrl_confirm", wire)
+            self._transfer(manifest, [tensor for _, tensor in tensors], version, kv)
+            confirmed = self._rpc("jetrl_confirm", to_wire(manifest))
             self._confirmed(confirmed)
             if any((c["updates"], c["manifest"]) != (confirmed[0]["updates"], len(manifest)) for c in confirmed):
                 raise RuntimeError(f"workers disagree about what they hold: {confirmed}")
@@ -384,10 +383,10 @@ class VLLMEngine(_Engine):
     def num_running(self) -> int:
         return len(self._engine.engine_core.engine_core.scheduler.running)
 
-    def _transfer(self, tensors, wire, version: int, kv: str) -> None:
-        self._rpc("jetrl_prepare", wire)
+    def _transfer(self, manifest: list[Entry], tensors: list[Tensor], version: int, kv: str) -> None:
+        self._rpc("jetrl_prepare", to_wire(manifest))
         self._rpc("start_weight_update")
-        for bucket in buckets(tensors, self.bucket_bytes):
+        for bucket in buckets(manifest, tensors, self.bucket_bytes):
             with self._channel.offer(bucket.buffer_B) as fetch:
                 self._rpc("update_weights", update_info={"fetch": fetch, "entries": to_wire(bucket.entries)})
         self._rpc("finish_weight_update")
@@ -520,16 +519,16 @@ class AsyncVLLMEngine(_Engine):
                     finished.append(live.complete(output))
         return finished
 
-    def _transfer(self, tensors, wire, version: int, kv: str) -> None:
+    def _transfer(self, manifest: list[Entry], tensors: list[Tensor], version: int, kv: str) -> None:
         engine = self._engine
-        self._rpc("jetrl_prepare", wire)
+        self._rpc("jetrl_prepare", to_wire(manifest))
         self._call(engine.pause_generation(mode="keep", clear_cache=kv == "recompute"), self.pause_s)
         self._call(engine.start_weight_update(), self.pause_s)
-        for bucket in buckets(tensors, self.bucket_bytes):
+        for bucket in buckets(manifest, tensors, self.bucket_bytes):
             with self._channel.offer(bucket.buffer_B) as fetch:
                 self._rpc("update_weights", update_info={"fetch": fetch, "entries": to_wire(bucket.entries)})
         self._rpc("finish_weight_update")
-        self._rpc("jetrl_confirm", wire)
+        self._rpc("jetrl_confirm", to_wire(manifest))
         self._call(engine.update_weight_version(str(version)), self.pause_s)
         self._call(engine.resume_generation(), self.pause_s)
 

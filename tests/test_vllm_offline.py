@@ -43,7 +43,7 @@ def test_buckets_arrive_bit_for_bit_through_every_local_channel(specs, limit, tr
     named = made(specs)
     channel, arrived, sizes = Channel(transport), [], []
     receive = open_receiver(channel.init_info, 0, torch.device("cpu"))
-    for bucket in buckets(iter(named), limit):
+    for bucket in buckets([Entry.of(n, t) for n, t in named], [t for _, t in named], limit):
         sizes.append((bucket.buffer_B.numel(), len(bucket.entries)))
         entries = from_wire(to_wire(bucket.entries))
         with channel.offer(bucket.buffer_B) as info:
@@ -56,7 +56,8 @@ def test_buckets_arrive_bit_for_bit_through_every_local_channel(specs, limit, tr
 
 
 def test_a_flipped_bit_is_noticed():
-    (bucket,) = buckets([("w", torch.arange(100, dtype=torch.float32))])
+    tensor = torch.arange(100, dtype=torch.float32)
+    (bucket,) = buckets([Entry.of("w", tensor)], [tensor])
     bucket.buffer_B[123] ^= 4
     with pytest.raises(RuntimeError, match="'w' arrived with other bits"):
         list(unpack(bucket.buffer_B, bucket.entries))
