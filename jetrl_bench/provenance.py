@@ -10,8 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 CODE_PATHS = ("jetrl_bench", "Snakefile", "workflow", "pyproject.toml", "constraints")
 NUMERICAL = (
-    "backends", "base", "clock", "diagnostics", "fp8", "kernels", "learner", "loop", "loss", "model", "precision", "rollout",
-    "run", "schedule", "seeds", "step_row", "tasks", "trainer", "weight_sync",
+    "backends", "base", "clock", "diagnostics", "fp8", "kernels", "learner", "loop", "loss", "model", "precision",
+    "rollout", "run", "schedule", "seeds", "step_row", "tasks", "trainer", "weight_sync",
 )  # fmt: skip
 """Modules on the numerical path: these and any file whose name continues one of them with an underscore."""
 
