@@ -360,6 +360,55 @@ def test_vllms_own_block_fp8_loads_our_codes_and_is_refused_for_its_activations(
         torch.testing.assert_close(layers[f"model.layers.1.{theirs}"](x)[0].float(), expected, rtol=1e-2, atol=2e-2)
 
 
+# ------------------------------------------------------------------------------------------------- the loop
+
+
+def test_an_in_flight_run_through_vllm_resumes_to_the_same_bytes(tmp_path, monkeypatch):
+    """The loop drains the engine, saves, is killed, and a new engine goes on as if nothing had been."""
+    from jetrl_bench import base, loop, record
+    from jetrl_bench.config import RunSettings
+    from jetrl_bench.methods import pipelinerl
+
+    task = {"min_steps": 1, "max_steps": 4, "num_labels": 4}
+    model = ModelConfig(
+        hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=32, max_position=128
+    )
+    settings = RunSettings.model_validate(
+        {
+            "seed": 0, "base_index": 0, "replicate": 0, "lr": 1e-3, "model": model, "task": task, "cost": {},
+            "base": {"task": task, "stop_steps": 2, "check_problems": 16, "max_updates": 2, "check_every": 1},
+            "train": {
+                "group_size": 2, "samples_per_update": 4, "optimizer_steps": 6, "max_tokens": 16, "state_every": 2,
+                "max_prompt_tokens": 48, "engine": "vllm",
+            },
+            "method": pipelinerl.METHOD,
+        }
+    )  # fmt: skip
+    base.warm_up(settings, tmp_path / "base")
+
+    def train(name: str) -> bytes:
+        loop.train(settings, method="m", base=tmp_path / "base", out=tmp_path / name, state=tmp_path / f"{name}-state")
+        return (tmp_path / name / "train.jsonl").read_bytes()
+
+    whole = train("whole")
+    save = loop.saved.save
+
+    def save_and_die(*args, **kwargs):
+        save(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.saved, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train("killed")
+    monkeypatch.setattr(loop.saved, "save", save)
+    assert train("killed") == whole
+    weights = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert weights[0] == weights[1]
+    result = record.read_run(tmp_path / "whole")
+    assert result.manifest.resume == "drained" and result.steps[-1].optimizer_steps == 6
+    assert max(row.lag_max for row in result.steps) > 0 and result.steps[0].mismatch.kl is None
+
+
 # ---------------------------------------------------------------------------------------- processes of its own
 
 
