@@ -162,10 +162,10 @@ class Linear(torch.autograd.Function):
             (x,) = ctx.saved_tensors
         if dy.dtype == torch.float32:  # fp32 head: its gradient reaches the bf16 stream rounded once
             dy = dy.to(torch.bfloat16)
-        dx = _dgrad(dy, weight, flow, quantized=quantized)
+        dx = dgrad(dy, weight, flow, quantized=quantized)
         if config.grad_transport == "fp8" and not ctx.is_head:
             dx = kernels.quantize_blocks(dx, (1, fp8.BLOCK), flow.grad)[0]
-        dw = _wgrad(dy, x, weight, flow) if quantized else fp8.gemm_tokens(dy, x)
+        dw = wgrad(dy, x, weight, flow) if quantized else fp8.gemm_tokens(dy, x)
         if config.wgrad_output == "bf16":
             dw = dw.to(torch.bfloat16).float()
         grads = list(dw.split(weight.parts)) if len(weight.parts) > 1 else [dw]
@@ -174,7 +174,7 @@ class Linear(torch.autograd.Function):
         return dx, None, None, None, *grads
 
 
-def _dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow", *, quantized: bool) -> torch.Tensor:
+def dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow", *, quantized: bool) -> torch.Tensor:
     """dX = dY W; dY grouped along N inside each part, W as the forward's codes (forward_only: both bf16)."""
     if not quantized:
         factor = Factor(weight.bf16, transposed=True) if weight.quantized else weight.dgrad[0]
@@ -193,12 +193,12 @@ def _dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow", *, quantized
     return total.to(torch.bfloat16)
 
 
-def _wgrad(dy: torch.Tensor, x: torch.Tensor, weight: Weight, flow: "PrecisionFlow") -> torch.Tensor:
+def wgrad(dy: torch.Tensor, x: torch.Tensor, weight: Weight, flow: "PrecisionFlow") -> torch.Tensor:
     """dW = dY^T X in fp32 [N, K]; both operands grouped along the tokens, dY inside each part."""
     groups = flow.config.activation_groups
     if groups == "tensor" and len(weight.parts) > 1:
         parts = dy.split(weight.parts, 1)
-        return torch.cat([_wgrad(d, x, weight._replace(parts=(n,)), flow) for d, n in zip(parts, weight.parts)])
+        return torch.cat([wgrad(d, x, weight._replace(parts=(n,)), flow) for d, n in zip(parts, weight.parts)])
     dy_block, x_block = (fp8.transposed_block_of(groups, t.shape) for t in (dy, x))
     if flow.grad.pow2:
         return fp8.gemm_tokens(flow.quantize_grad(dy, dy_block), flow.quantize_input(x, x_block))

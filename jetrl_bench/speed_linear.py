@@ -92,12 +92,12 @@ def operators(name: str, o: Operands) -> dict[str, Callable[[], Tensor]]:
         weight = precision.prepare_weight([o.weight_NK], [], side, quantized=side.fp8)
         found = {
             "FProp": lambda: precision.linear(o.x_TK, weight, side),
-            "DGrad": lambda: precision._dgrad(o.dy_TN, weight, flow, quantized=side.fp8),
+            "DGrad": lambda: precision.dgrad(o.dy_TN, weight, flow, quantized=side.fp8),
         }
         if not side.fp8:
             return found | {"WGrad": lambda: fp8.gemm_tokens(o.dy_TN, o.x_TK)}
         return found | {
-            "WGrad": lambda: precision._wgrad(o.dy_TN, o.x_TK, flow),
+            "WGrad": lambda: precision.wgrad(o.dy_TN, o.x_TK, weight, flow),
             "quantise X": lambda: kernels.quantize_blocks(o.x_TK, (1, fp8.BLOCK), side.forward)[0],
             "quantise W": lambda: kernels.quantize_blocks(weight.bf16, (fp8.BLOCK, fp8.BLOCK), side.forward)[0],
         }
