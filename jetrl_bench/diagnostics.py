@@ -46,8 +46,13 @@ def mismatch(rollout_T: Tensor, proximal_T: Tensor, kl_T: Tensor | None) -> Mism
 
 def exact_kl(log_mu_TV: Tensor, log_pi_TV: Tensor) -> Tensor:
     """KL(mu || pi) [T] over the vocabulary; mu = 0 (log mu = -inf) adds nothing, equal inputs give exactly 0."""
-    gap_TV = torch.where(log_mu_TV == -torch.inf, 0.0, log_mu_TV - log_pi_TV)
-    return (log_mu_TV.exp() * gap_TV).sum(-1)
+    if torch.equal(log_mu_TV, log_pi_TV):
+        return torch.zeros(len(log_mu_TV))
+    kl_T = (log_mu_TV - log_pi_TV).mul_(log_mu_TV.exp()).sum(-1)
+    if not kl_T.isfinite().all():
+        gap_TV = torch.where(log_mu_TV == -torch.inf, 0.0, log_mu_TV - log_pi_TV)
+        kl_T = (log_mu_TV.exp() * gap_TV).sum(-1)
+    return kl_T
 
 
 def ess(log_weights: Tensor, cap: float | None = None) -> float:
