@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, scaled_mm
 
-from jetrl_bench import backends, fp8
+from jetrl_bench import backends, fp8, hardware_check
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.model import Batch, init_model, sequence_logprobs
 from jetrl_bench.precision import make_flow
@@ -334,3 +334,46 @@ def test_te_refuses_widths_that_its_kernels_refuse(te):
     x, w, _ = inputs(16, 40, 128)
     with pytest.raises(ValueError, match="a weight of 40 x 128 is refused"):
         backends.make_linear(TE)(x, w)
+
+
+# The script for a machine with a GPU
+
+
+def test_hardware_check_passes_a_right_product_and_fails_wrong_ones(monkeypatch):
+    small = [hardware_check.Shape("check", "odd", 33, 80, 200)]
+    monkeypatch.setattr(hardware_check, "SHAPES", small)
+    monkeypatch.setattr(hardware_check, "TOKENS", (1, 17))
+    monkeypatch.setattr(hardware_check, "Shape", lambda model, layer, T, N, K: small[0]._replace(T=48, N=64, K=256))
+    monkeypatch.setattr(backends, "scaled_mm", block_scaled_product)
+    results = list(hardware_check.checks("cpu"))
+    assert len(results) == 2 * (3 + 1) and all(passed for _, passed, _ in results), results
+
+    def one_scale_lost(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):
+        return block_scaled_product(a, b, torch.ones_like(scale_a), recipe_a, scale_b, recipe_b, output_dtype)
+
+    monkeypatch.setattr(backends, "scaled_mm", one_scale_lost)
+    failed = {name.split(",")[0] for name, passed, _ in hardware_check.checks("cpu") if not passed}
+    assert failed == {"error against emulation"}
+
+    def noisy(*args, **kwargs):
+        y = block_scaled_product(*args, **kwargs)
+        return y * (1 + 2**-7 * torch.rand(len(y), 1)).to(y.dtype)
+
+    monkeypatch.setattr(backends, "scaled_mm", noisy)
+    failed = {name.split(",")[0] for name, passed, _ in hardware_check.checks("cpu") if not passed}
+    assert {"run to run", "rows whatever the number of tokens"} <= failed
+
+    def refused(*args, **kwargs):
+        raise RuntimeError("scale_a must have strides")
+
+    monkeypatch.setattr(backends, "scaled_mm", refused)
+    monkeypatch.setattr(hardware_check, "_rows", lambda *_: ("rows", True, ""))
+    assert [detail for _, passed, detail in hardware_check.checks("cpu") if not passed] == [
+        "scale_a must have strides"
+    ] * 2
+
+
+def test_hardware_check_needs_its_hardware(capsys):
+    if not torch.cuda.is_available():
+        assert hardware_check.main([]) == 2
+        assert "sees no CUDA device" in capsys.readouterr().err
