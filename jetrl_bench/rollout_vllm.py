@@ -170,6 +170,7 @@ class _Engine:
             "max_num_seqs": max_slots,
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": False,
+            "async_scheduling": False,
             "worker_extension_cls": EXTENSION,
             "disable_log_stats": True,
             **settings.engine_args,
