@@ -71,7 +71,7 @@ def publish(
     scripted: Path | None = None,
     allow_absent: bool = False,
 ) -> int:
-    """Write OUT (replacing it when everything has been checked) and return its size in bytes."""
+    """Write into OUT, replacing what it wrote before once everything has been checked; return its size in bytes."""
     study = load(runs, config)
     check(study, allow_absent)
     for folder, names, kinds in (
@@ -105,8 +105,13 @@ def publish(
         raise ValueError(
             f"{out}: {size / 1e6:.1f} MB, the limit is {LIMIT_BYTES / 1e6:.0f} MB; select fewer experiments"
         )
-    shutil.rmtree(out, ignore_errors=True)
-    fresh.rename(out)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(fresh.iterdir()):  # other ftargeters of OUT htarget other measurements and stay
+        target = out / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        path.replace(target)
+    fresh.rmdir()
     return size
 
 

@@ -59,9 +59,10 @@ def test_what_stands_beside_the_runs_goes_along(root, tmp_path):
     (copied / "speed.json").write_text("{}")
     (copied / "paper").mkdir()
     (copied / "paper" / "paper.pdf").write_bytes(b"%PDF-")
+    (tmp_path / "out" / "linear").mkdir(parents=True)  # another measurement, published by hand
     _publish(copied, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"runs", "config.json", "tables", "figures", "scripted", "speed.json", "paper.pdf"}
+    assert names == {"runs", "config.json", "tables", "figures", "scripted", "speed.json", "paper.pdf", "linear"}
     with pytest.raises(ValueError, match="nowhere: no such folder"):
         _publish(copied, tmp_path / "out", scripted=tmp_path / "nowhere")
     assert (tmp_path / "out" / "speed.json").exists()
