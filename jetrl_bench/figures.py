@@ -1,7 +1,7 @@
 """Figures, drawn from records alone: PDF, SVG and PNG with the plotted numbers as CSV beside them.
 
-One style and one colour-blind palette (Okabe-Ito). The mean over seeds is thick, its 95 % t band is shaded, single
-seeds are thin. The files hold no time of day and no random identifiers: equal records give equal bytes.
+One style and one colour-blind palette (Okabe-Ito). The mean over seeds is thick, single seeds are thin, the band is
+shaded (`band`). The files hold no time of day and no random identifiers: equal records give equal bytes.
 """
 
 import io
@@ -52,6 +52,7 @@ STYLE = {
 }
 FAMILIES = ("bf16", "bare", "corrected", "unified", "unified, other kernels")
 FORMATS = ("e4m3", "e5m2", "e3m2", "e4m1", "e2m1")
+BAND_SEEDS = 5
 SMOOTH = 5  # rollout steps of the running mean in reward curves
 
 
@@ -85,8 +86,12 @@ def smooth(values: np.ndarray, width: int = SMOOTH) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def band(ax, curves: list[tuple[np.ndarray, np.ndarray]], colour, dash, label: str, log: bool = False) -> None:
-    """Mean with t band over seeds on the shared x range, single seeds thin; a one-seed arm has no band."""
+def band(ax, curves: list[tuple[np.ndarray, np.ndarray]], colour, dash, label: str) -> None:
+    """Mean with a band over seeds on the shared x range, single seeds thin; a one-seed arm has no band.
+
+    The band is the 95 % t interval from BAND_SEEDS seeds on; below, where that interval is wider than any seed and
+    hides the picture, it is the range of the seeds (the tables give the interval).
+    """
     for x, y in curves:
         ax.plot(x, y, color=colour, linewidth=0.5, alpha=0.35, zorder=2)
     start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
@@ -95,9 +100,11 @@ def band(ax, curves: list[tuple[np.ndarray, np.ndarray]], colour, dash, label: s
     mean = stack.mean(0)
     ax.plot(grid, mean, color=colour, linestyle=dash, label=label, zorder=3)
     if len(curves) > 1:
-        half = np.array([stats.mean_t(column).half_width for column in stack.T])
-        low = np.maximum(mean - half, stack.min(0) if log else -np.inf)  # a log axis has no room below 0
-        ax.fill_between(grid, low, mean + half, color=colour, alpha=0.10, linewidth=0, zorder=1)
+        low, high = stack.min(0), stack.max(0)
+        if len(curves) >= BAND_SEEDS:
+            half = np.array([stats.mean_t(column).half_width for column in stack.T])
+            low, high = np.maximum(mean - half, low), np.minimum(mean + half, high)
+        ax.fill_between(grid, low, high, color=colour, alpha=0.10, linewidth=0, zorder=1)
 
 
 def reward(study: Study) -> Figure:
@@ -105,7 +112,7 @@ def reward(study: Study) -> Figure:
     axes_x = [("rollout_step", "rollout step"), ("samples", "samples trained on"), ("clock", "modelled time, units")]
     experiments = list(study.experiments.values())
     figure, axes = plt.subplots(
-        len(experiments), 3, figsize=(8.6, 2.5 * len(experiments) + 0.4), sharey=True, squeeze=False
+        len(experiments), 3, figsize=(8.6, 2.5 * len(experiments) + 0.4), sharey="row", squeeze=False
     )
     points: list[Point] = []
     for row, records in zip(axes, experiments):
@@ -122,7 +129,8 @@ def reward(study: Study) -> Figure:
             _empty(ax, drawn)
         row[0].set_ylabel(f"reward, mean of {SMOOTH} steps")
         row[0].set_title(records.name, loc="left", fontweight="bold")
-        row[0].set_ylim(bottom=0)
+        if row[0].get_ylim()[0] > -0.1:  # rewards of ours are shares; imported ones may be negative
+            row[0].set_ylim(bottom=0)
         _legend(row[2])
     _finish(figure)
     return Figure(figure, points)
@@ -143,7 +151,7 @@ def mismatch(study: Study) -> Figure:
                 exact.append(arm)
             elif curves:
                 positive = [(x, np.where(y > 0, y, np.nan)) for _, x, y in curves]
-                band(left, [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in positive], *looks[arm], arm, log=True)
+                band(left, [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in positive], *looks[arm], arm)
                 drawn_left = True
             curves = _curves(runs, "rollout_step", lambda run: run.column("ess_sequence_proximal"))
             points += _points(f"{records.name}/ess_sequence_proximal", arm, curves)
@@ -247,7 +255,8 @@ def lag(study: Study) -> Figure:
                         points.append(Point(f"{records.name}/lag_by_position", arm, run.seed, x, y))
                 by_lag = _kl_by_lag(run)
                 if by_lag:
-                    right.plot(list(by_lag), list(by_lag.values()), color=colour, linewidth=0.9, marker=".", alpha=0.8)
+                    values = [y if y > 0 else np.nan for y in by_lag.values()]  # exactly 0 has no place on a log axis
+                    right.plot(list(by_lag), values, color=colour, linewidth=0.9, marker=".", alpha=0.8)
                     points += [Point(f"{records.name}/k3_by_lag", arm, run.seed, x, y) for x, y in by_lag.items()]
         left.set_xticks(range(len(records.arms)), list(records.arms), rotation=35, ha="right")
         left.set_ylabel("lag, optimizer steps")

@@ -72,6 +72,26 @@ def test_one_seed_draws_no_band(tmp_path):
     assert not any(ax.collections for ax in built.figure.axes)
 
 
+def test_two_seeds_do_not_blow_up_the_axis(tmp_path):
+    write_study(tmp_path, {"seeds": [0, 1]})
+    built = figures.reward(study.load(tmp_path / "runs", tmp_path / "config.json"))
+    assert all(0 <= ax.get_ylim()[0] and ax.get_ylim()[1] < 1.1 for ax in built.figure.axes)
+
+
+def test_band_is_the_range_of_few_seeds_and_the_interval_of_many():
+    import matplotlib.pyplot as plt
+
+    x = np.arange(4.0)
+    for count in (3, 8):
+        ys = np.linspace(0.2, 0.8, count)
+        figure, ax = plt.subplots()
+        figures.band(ax, [(x, np.full(4, y)) for y in ys], "k", "-", "arm")
+        heights = ax.collections[0].get_paths()[0].vertices[:, 1]
+        half = 0.3 if count == 3 else 2.364624 * ys.std(ddof=1) / np.sqrt(8)
+        assert (heights.min(), heights.max()) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+        plt.close(figure)
+
+
 def test_imported_logs_can_be_drawn(tmp_path):
     from test_importers import LOGS
 
