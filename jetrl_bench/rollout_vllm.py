@@ -45,6 +45,8 @@ NEEDED = {
 }
 """Probed at start, so that a vLLM that has moved a part is refused by name and not in the middle of a run."""
 EXTENSION = "jetrl_bench.vllm_plugin.WorkerExtension"
+PREFILL_TOKENS = 2048
+"""Prompt tokens of one step on a CPU."""
 CPU_BLOCK = 32
 """Tokens of a KV block on a CPU; vLLM's attention there wants a multiple of 32."""
 
@@ -181,8 +183,14 @@ class _Engine:
             blocks = max_slots * (-(-max_len // CPU_BLOCK) + 1)
             room = blocks * CPU_BLOCK * per_token
             self._args = {
-                "enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": room, **self._args
-            }  # fmt: skip
+                "enforce_eager": True,
+                # A prompt cut in two makes vLLM take back the first part's draw, which CPU generators cannot.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(PREFILL_TOKENS, max_len),
+                "block_size": CPU_BLOCK,
+                "kv_cache_memory_bytes": room,
+                **self._args,
+            }
         self._transport = transport
 
     def _check_room(self, cache) -> None:

@@ -23,6 +23,7 @@ from jetrl_bench.conformance import CHECKS, requests, run  # noqa: E402
 from jetrl_bench.errors import WorkerDied  # noqa: E402
 from jetrl_bench.model import Batch, sequence_logprobs  # noqa: E402
 from jetrl_bench.precision import make_flow  # noqa: E402
+from jetrl_bench.rollout import Request  # noqa: E402
 from jetrl_bench.rollout_vllm import AsyncVLLMEngine, VLLMEngine  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -125,6 +126,17 @@ def test_bf16_differs_by_bf16s_own_noise(policies, engine_of):
     vllm, _, noise = gaps(policies, engine, flow)
     print(f"bf16: vLLM to ours {vllm:.2e}, ours to fp32 {noise:.2e}")
     assert 0 < vllm < 2 * noise
+
+
+def test_prompts_beyond_one_steps_budget_keep_their_draws(policies, engine_of, monkeypatch):
+    """vLLM cuts a prompt that no longer fits a step and takes its draw back, which fails on a CPU; here none is cut."""
+    monkeypatch.setattr("jetrl_bench.rollout_vllm.PREFILL_TOKENS", 128)
+    engine = engine_of()
+    engine.load_weights(policies.named(0), version=0, kv="keep")
+    todo = [Request(i, i, 0, [(i + j) % VOCAB for j in range(50)], 10, 1.0, i, ()) for i in range(8)]
+    together = run(engine, todo)
+    for request in todo[::3]:
+        assert together[request.request_id].token_ids == run(engine, [request])[request.request_id].token_ids
 
 
 def test_this_process_is_left_as_it_was(policies, engine_of):
