@@ -39,7 +39,7 @@ def test_default_is_the_demonstration():
     for _, run in config.experiment_runs("inflight"):
         assert (run.task.min_steps, run.task.max_steps) == (6, 22)
         assert run.train.samples_per_update * run.train.optimizer_steps == 2048
-        assert run.cost == config.cost
+    assert len({run.cost for _, run in config.experiment_runs("inflight")}) == 1, "one price list, equal hardware"
     assert {name for name, _ in config.experiment_runs("inflight")} >= {"inflight_keep", "inflight_recompute"}
 
 
