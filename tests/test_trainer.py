@@ -280,3 +280,14 @@ def test_named_weights_are_the_flow_s_export():
     again = dict(trainer.named_weights())
     changed = [name for name in sent if not torch.equal(sent[name], again[name])]
     assert changed == [next(iter(trainer.model.named_parameters()))[0]]
+
+
+def test_only_valid_response_tokens_are_counted_as_work():
+    """Two answers of 3 and 9 tokens, padded to 9, are 12 tokens, not 18."""
+    first, second = completions(2)
+    answers = [
+        replace(c, token_ids=[5] * n, logprobs=[-1.0] * n, versions=[0] * n) for c, n in ((first, 3), (second, 9))
+    ]
+    batch = collate(answers, torch.tensor([1.0, -1.0]))
+    assert batch.num_tokens == 12
+    assert batch.inputs.token_ids.shape[1] == max(len(c.prompt_ids) + len(c.token_ids) for c in answers)
