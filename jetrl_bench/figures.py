@@ -104,7 +104,7 @@ def band(ax, curves: list[tuple[np.ndarray, np.ndarray]], colour, dash, label: s
         if len(curves) >= BAND_SEEDS:
             half = np.array([stats.mean_t(column).half_width for column in stack.T])
             low, high = np.maximum(mean - half, low), np.minimum(mean + half, high)
-        ax.fill_between(grid, low, high, color=colour, alpha=0.10, linewidth=0, zorder=1)
+        ax.fill_between(grid, low, high, color=colour, alpha=0.05, linewidth=0, zorder=1)
 
 
 def reward(study: Study) -> Figure:
