@@ -136,6 +136,11 @@ def finished(suite) -> Path:
     for name in figures.BUILDERS:
         for kind in ("pdf", "svg", "png", "csv"):
             _stand_in(suite / "results" / "figures" / f"{name}.{kind}")
+    for name in ("phases", "speedup", "timeline", "utilisation", "lag", "break_even"):
+        for kind in ("pdf", "svg", "png", "csv"):
+            _stand_in(suite / "results" / "modelled" / f"modelled_{name}.{kind}")
+    for name in ("modelled_speedups.md", "modelled_speedups.csv", "validation.txt", "validation.json"):
+        _stand_in(suite / "results" / "modelled" / name)
     _stand_in(suite / "results" / "scripted" / "gold" / "aime_2024.jsonl")
     for name in ("speed.json", "speed.md", "paper/paper.pdf"):
         _stand_in(suite / "results" / name)
