@@ -38,7 +38,7 @@ figures: install
 	$(BIN)/python -m jetrl_bench figure $(RECORDS) --out results/figures
 
 publish: install
-	$(BIN)/python -m jetrl_bench publish --speed results/speed.json results/speed.md
+	$(BIN)/python -m jetrl_bench publish
 
 install: .venv/installed
 

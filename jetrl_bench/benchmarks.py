@@ -36,8 +36,11 @@ class Evaluation:
 @cache
 def _tasks(names: tuple[str, ...], data_dir: str, samples: int, temperature: float, max_tokens: int) -> dict:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from lm_eval import utils
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
+
+    utils.env.from_string = cache(utils.env.from_string)  # lm-eval compiles the prompt's template anew for every row
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     known = {path.stem.removeprefix("jetrl_"): path for path in sorted(TASKS.glob("*.yaml"))}

@@ -37,6 +37,18 @@ def rope_table(cfg: ModelConfig, device=None) -> tuple[torch.Tensor, torch.Tenso
 # ------------------------------------------------------------------------------------------------ parameters
 
 
+class _Linear(nn.Linear):
+    """Weights come from init_model or a checkpoint: drawing torch's own first would be thrown away."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        pass
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -52,10 +64,10 @@ class Attention(nn.Module):
         super().__init__()
         C, D, bias = cfg.hidden_size, cfg.head_dim, cfg.arch == "qwen2"
         self.heads = Heads(cfg.num_heads, cfg.num_kv_heads, D)
-        self.q_proj = nn.Linear(C, cfg.num_heads * D, bias=bias)
-        self.k_proj = nn.Linear(C, cfg.num_kv_heads * D, bias=bias)
-        self.v_proj = nn.Linear(C, cfg.num_kv_heads * D, bias=bias)
-        self.o_proj = nn.Linear(cfg.num_heads * D, C, bias=False)
+        self.q_proj = _Linear(C, cfg.num_heads * D, bias=bias)
+        self.k_proj = _Linear(C, cfg.num_kv_heads * D, bias=bias)
+        self.v_proj = _Linear(C, cfg.num_kv_heads * D, bias=bias)
+        self.o_proj = _Linear(cfg.num_heads * D, C, bias=False)
         if cfg.arch == "qwen3":
             self.q_norm, self.k_norm = RMSNorm(D, cfg.norm_eps), RMSNorm(D, cfg.norm_eps)
 
@@ -75,9 +87,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+        self.gate_proj = _Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.up_proj = _Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.down_proj = _Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -99,7 +111,7 @@ class Layer(nn.Module):
 class Trunk(nn.Module):
     def __init__(self, cfg: ModelConfig, vocab_size: int):
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, cfg.hidden_size)
+        self.embed_tokens = _Embedding(vocab_size, cfg.hidden_size)
         self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
 
@@ -112,7 +124,7 @@ class Decoder(nn.Module):
         self.cfg, self.vocab_size = cfg, vocab_size
         self.model = Trunk(cfg, vocab_size)
         if not cfg.tie_embeddings:
-            self.lm_head = nn.Linear(cfg.hidden_size, vocab_size, bias=False)
+            self.lm_head = _Linear(cfg.hidden_size, vocab_size, bias=False)
         self.rope: tuple[torch.Tensor, torch.Tensor] = rope_table(cfg)
         self._prepared: dict = {}
 

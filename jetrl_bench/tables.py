@@ -203,7 +203,9 @@ def headline(study: Study) -> Table:
                     records.name,
                     arm,
                     records.summaries.get(arm) or None,
+                    f"{outcomes.count('learned')} of {len(runs)}" if None not in outcomes else None,
                     f"{failed} of {len(runs)}" if None not in outcomes else None,
+                    " ".join(DASH if (score := deployed(run)) is None else f"{score:.2f}" for run in runs),
                     over_seeds(runs, deployed),
                     word if difference is not None else ("baseline" if arm == records.baseline else None),
                     over_seeds(runs, step_mean("mismatch", "k3")),
@@ -218,7 +220,9 @@ def headline(study: Study) -> Table:
             "experiment",
             "method",
             "what it is",
+            "learned",
             "collapsed",
+            "held-out accuracy, each seed",
             "held-out accuracy",
             "against baseline",
             "mismatch k3",
@@ -226,7 +230,8 @@ def headline(study: Study) -> Table:
         ],
         rows=rows,
         glossary=[
-            "Held-out accuracy: avg@1 on the training task in the precision of the rollout.",
+            "Learned, collapsed: as table collapse defines them (the rest did not learn). Held-out accuracy: avg@1 on the "
+            "training task in the precision of the rollout.",
             f"Against baseline: paired by seed, margin {MARGIN}. k3: mean per token, nats (precision, and lag too "
             "where generation and training overlap).",
             "Modelled units: time to train on the same samples at equal accelerators, as a ratio; below 1 is faster.",
