@@ -2,8 +2,9 @@
 
 `publish` copies the selected runs to results/reference: manifest, train.jsonl and timing.jsonl as they are, evaluation
 rows packed (study.pack_samples), the resolved config, scripted answers, tables and figures, and, where they stand
-beside the runs, the measured speed report and the paper. It refuses uncommitted code, missing runs, absent benchmarks
-(unless told) and more than 30 MB. Everything that renders from results/runs renders from results/reference/runs.
+beside the runs, the measured speed report, the modelled tables and figures, and the paper. It refuses uncommitted code,
+missing runs, absent benchmarks (unless told) and more than 30 MB. Everything that renders from results/runs renders
+from results/reference/runs.
 `diff A B` (diff.py) compares what must be equal.
 """
 
@@ -99,6 +100,8 @@ def publish(
         path = Path(runs).parent / name
         if path.exists():
             shutil.copyfile(path, fresh / path.name)
+    if (modelled := Path(runs).parent / "modelled").is_dir():
+        _copy_flat(modelled, fresh / "modelled")
     size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if size > LIMIT_BYTES:
         shutil.rmtree(fresh)
