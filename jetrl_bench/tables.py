@@ -230,8 +230,8 @@ def headline(study: Study) -> Table:
         ],
         rows=rows,
         glossary=[
-            "Learned, collapsed: as table collapse defines them (the rest did not learn). Held-out accuracy: avg@1 on the "
-            "training task in the precision of the rollout.",
+            "Learned, collapsed: as table collapse defines them (the rest did not learn). Held-out accuracy: avg@1 on "
+            "the training task in the precision of the rollout.",
             f"Against baseline: paired by seed, margin {MARGIN}. k3: mean per token, nats (precision, and lag too "
             "where generation and training overlap).",
             "Modelled units: time to train on the same samples at equal accelerators, as a ratio; below 1 is faster.",
