@@ -11,7 +11,7 @@ from pathlib import Path
 
 TABLES = (
     *("headline", "accuracy", "mismatch", "ess", "collapse", "speed_measured", "time_modelled"),
-    *("inflight", "lag", "plumbing", "claims", "comparison"),
+    *("inflight", "lag", "sensitivity", "plumbing", "claims", "comparison"),
 )
 FIGURES = ("reward", "mismatch", "dose", "lag")
 
