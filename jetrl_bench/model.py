@@ -8,6 +8,7 @@ decode alike; they differ in the attention they pass in.
 Shapes: B sequences, L positions, T packed tokens, D head dim, H query heads, N key/value heads, C hidden, V vocabulary.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -125,8 +126,12 @@ class Decoder(nn.Module):
         self.model = Trunk(cfg, vocab_size)
         if not cfg.tie_embeddings:
             self.lm_head = _Linear(cfg.hidden_size, vocab_size, bias=False)
-        self.rope: tuple[torch.Tensor, torch.Tensor] = rope_table(cfg)
         self._prepared: dict = {}
+
+    @functools.cached_property
+    def rope(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Made when first used: arithmetic on meta tensors would import torch's compiler, 1.4 CPU seconds."""
+        return rope_table(self.cfg)
 
     @property
     def head_weight(self) -> nn.Parameter:
