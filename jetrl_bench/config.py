@@ -113,10 +113,10 @@ class BaseConfig(Strict):
 class FlowConfig(Strict):
     """The precision flow: what is quantised, on which side, with which scale."""
 
-    rollout: Literal["bf16", "fp8"] = "bf16"
-    """Linear layers of the rollout."""
-    train: Literal["bf16", "fp8"] = "bf16"
-    """Linear layers of training: all three GEMMs unless forward_only."""
+    rollout: Literal["bf16", "fp8", "fp32"] = "bf16"
+    """Linear layers of the rollout. fp32: everything on both sides, nothing rounded; slow, for comparisons."""
+    train: Literal["bf16", "fp8", "fp32"] = "bf16"
+    """Linear layers of training: all three GEMMs unless forward_only. fp32 with rollout fp32 only."""
     format: Format = "e4m3"
     """Format of the forward operands (weights and activations)."""
     grad_format: Format = "e4m3"
@@ -150,6 +150,19 @@ class FlowConfig(Strict):
     """Master weights; bf16_sr rounds stochastically."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of gradients' codes (forward operands always round to nearest even)."""
+
+    @model_validator(mode="after")
+    def _fp32(self):
+        if "fp32" in (self.rollout, self.train):
+            if self.rollout != self.train:
+                raise ValueError(
+                    f"rollout {self.rollout!r} with train {self.train!r}: fp32 is one setting of both sides; "
+                    "set both to 'fp32'"
+                )
+            for name, field in type(self).model_fields.items():
+                if name not in ("rollout", "train") and getattr(self, name) != field.default:
+                    raise ValueError(f"{name} {getattr(self, name)!r} has no place in an fp32 flow; leave it out")
+        return self
 
 
 class SyncConfig(Strict):

@@ -347,6 +347,8 @@ def _format(run: RunRecord) -> str:
 def _family(run: RunRecord) -> str | None:
     """Which answer to the precision question a run is."""
     flow = run.setting("method", "flow")
+    if flow["rollout"] == "fp32":
+        return None
     if flow["rollout"] == "bf16":
         return "bf16" if flow["train"] == "bf16" else None
     if flow["train"] == "bf16":

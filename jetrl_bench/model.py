@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jetrl_bench import kernels, precision
+from jetrl_bench import fp32, kernels, precision
 from jetrl_bench.config import ModelConfig
 from jetrl_bench.errors import NotFinite
 from jetrl_bench.kernels import Heads
@@ -191,7 +191,7 @@ class LayerWeights(NamedTuple):
 
 class Norm(NamedTuple):
     weight: torch.Tensor
-    """fp32 holding bf16(master)."""
+    """fp32 holding bf16(master), or the master itself in an fp32 flow."""
     master: torch.Tensor | None
 
 
@@ -216,6 +216,8 @@ def manifest(cfg: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
 def prepare(cfg: ModelConfig, named: dict[str, torch.Tensor], side: Side, *, masters: bool = False) -> ModelWeights:
     """Named tensors (fp32 masters, or their bf16 rounding) -> prepared weights; q, k, v and gate, up are fused."""
 
+    plain = side.dtype == torch.float32
+
     def weight(*names: str, quantized: bool = side.fp8) -> Weight:
         tensors = [named[f"{n}.weight"] for n in names]
         biases = [named[f"{n}.bias"] for n in names if f"{n}.bias" in named]
@@ -224,7 +226,9 @@ def prepare(cfg: ModelConfig, named: dict[str, torch.Tensor], side: Side, *, mas
 
     def norm(name: str) -> Norm | None:
         t = named.get(f"{name}.weight")
-        return None if t is None else Norm(t.detach().to(torch.bfloat16).float(), t if masters else None)
+        if t is None:
+            return None
+        return Norm(t if plain else t.detach().to(torch.bfloat16).float(), t if masters else None)
 
     layers = []
     for i in range(cfg.num_layers):
@@ -243,7 +247,7 @@ def prepare(cfg: ModelConfig, named: dict[str, torch.Tensor], side: Side, *, mas
         )
     embed = named["model.embed_tokens.weight"]
     head = weight("model.embed_tokens" if cfg.tie_embeddings else "lm_head", quantized=side.lm_head == "fp8")
-    table = head.bf16 if cfg.tie_embeddings else embed.detach().to(torch.bfloat16)
+    table = embed if plain else head.bf16 if cfg.tie_embeddings else embed.detach().to(torch.bfloat16)
     return ModelWeights(table, embed if masters else None, layers, norm("model.norm"), head, side)
 
 
@@ -251,16 +255,17 @@ def prepare(cfg: ModelConfig, named: dict[str, torch.Tensor], side: Side, *, mas
 
 
 class Inference:
-    """The operators without gradients: what the rollout engine runs."""
+    """The operators without gradients: what the rollout engine runs. In an fp32 flow torch differentiates them too."""
 
     def __init__(self, side: Side):
         self.side = side
+        self.kernels = fp32 if side.dtype == torch.float32 else kernels
 
     def embed(self, ids, weights: ModelWeights):
         return weights.embed[ids]
 
     def norm(self, h, delta, norm: Norm, eps: float):
-        return kernels.add_rms_norm(h, delta, norm.weight, eps)[:2]
+        return self.kernels.add_rms_norm(h, delta, norm.weight, eps)[:2]
 
     def linear(self, x, weight: Weight):
         return precision.linear(x, weight, self.side)
@@ -269,7 +274,10 @@ class Inference:
         return precision.head(x, weight, self.side)
 
     def swiglu(self, x):
-        return kernels.swiglu(x)
+        return self.kernels.swiglu(x)
+
+    def attention(self, qkv, starts, heads, cos, sin, kv):
+        return self.kernels.attention(qkv, starts, heads, cos, sin, kv, save=False)[0]
 
     def rows(self, x, rows):
         return x.index_select(0, rows)
@@ -299,6 +307,9 @@ class Training:
 
     def swiglu(self, x):
         return _SwiGLU.apply(x)
+
+    def attention(self, *args):
+        return _Attention.apply(*args)
 
     def rows(self, x, rows):
         return _Rows.apply(x, rows)
@@ -439,7 +450,7 @@ def other_attention(qkv, starts, heads: Heads, cos, sin, kv) -> torch.Tensor:
     H, N, D = heads
     q, k, v = qkv.unflatten(-1, (-1, D)).split([H, N, N], -2)
     c, s = cos[position][:, None], sin[position][:, None]
-    q, k = (kernels.rotate(t.float(), c, s).to(torch.bfloat16) for t in (q, k))
+    q, k = (kernels.rotate(t.float(), c, s).to(qkv.dtype) for t in (q, k))
     if kv is not None:
         k, v = (
             t + (kernels.quantize_blocks(t.detach().reshape(-1, D), (1, D), kv)[0].view(t.shape) - t).detach()
@@ -464,7 +475,7 @@ class _FusedAttention(torch.autograd.Function):
             inputs = [t.float().requires_grad_() for t in ctx.saved_tensors]
             gqa = inputs[0].shape[1] != inputs[1].shape[1]
             out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=gqa)
-        return tuple(g.to(torch.bfloat16) for g in torch.autograd.grad(out, inputs, dout.float()))
+        return tuple(g.to(dout.dtype) for g in torch.autograd.grad(out, inputs, dout.float()))
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
@@ -517,7 +528,7 @@ def sequence_logprobs(
     ids, starts, rows, tokens = pack(batch)
     weights, side = model.prepared(flow), flow.train_side
     grad = torch.is_grad_enabled()
-    ops = Training(flow) if grad else Inference(side)
+    ops = Training(flow) if grad and side.dtype != torch.float32 else Inference(side)
     out = _forward(model, weights, ids, starts, rows, ops, kernels or flow.config.train_kernels, side)
     result = _TokenLogprobs.apply(out, tokens, float(temperature), record_full)
     if not bool(torch.isfinite(result[0]).all()):
@@ -530,7 +541,7 @@ def sequence_logprobs(
 def _forward(model: Decoder, weights: ModelWeights, ids, starts, rows, ops, which: str, side: Side) -> torch.Tensor:
     cfg, (cos, sin) = model.cfg, model.rope
     heads = Heads(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
-    attention = other_attention if which == "other" else _Attention.apply
+    attention = other_attention if which == "other" else ops.attention
     h, delta = run_layers(cfg, weights, ids, ops, lambda i, qkv: attention(qkv, starts, heads, cos, sin, side.kv))
     y = ops.norm(ops.rows(h, rows), ops.rows(delta, rows), weights.norm, cfg.norm_eps)[1]
     return ops.head(y, weights.head)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from jetrl_bench import backends, fp8, kernels
+from jetrl_bench import backends, fp8, fp32, kernels
 from jetrl_bench.config import FlowConfig
 from jetrl_bench.fp8 import Factor
 from jetrl_bench.kernels import QuantSpec
@@ -52,6 +52,8 @@ class Side(NamedTuple):
     """How keys and values are quantised, or None."""
     backend: str = "emulated"
     """Who multiplies quantised operands (FlowConfig.backend)."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of weights and of what passes between operators; fp32: nothing is rounded (fp32.py)."""
 
 
 class Weight(NamedTuple):
@@ -68,7 +70,7 @@ class Weight(NamedTuple):
     bias: torch.Tensor | None
     quantized: bool
     masters: tuple[torch.Tensor, ...]
-    """The fp32 parameters behind it (weights, then biases); empty in an engine."""
+    """The fp32 parameters behind it (weights, then biases); empty in an engine, unless its flow is fp32: then all."""
     real: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     """x -> y of each part on a real back end (backends.py); empty where FP8 is emulated."""
 
@@ -77,6 +79,9 @@ def prepare_weight(
     weights: list[torch.Tensor], biases: list[torch.Tensor], side: Side, *, quantized: bool, masters: tuple = ()
 ) -> Weight:
     """Parts [N_i, K] (fp32 masters or their bf16 rounding) -> Weight. Quantised once per version, part by part."""
+    if side.dtype == torch.float32:
+        masters, sizes = (*weights, *biases), tuple(w.shape[0] for w in weights)
+        return Weight(None, None, [], sizes, None, False, masters)
     parts = [w.detach().to(torch.bfloat16) for w in weights]
     bf16 = parts[0] if len(parts) == 1 else torch.cat(parts)
     bias = torch.cat([b.detach().to(torch.bfloat16) for b in biases]) if biases else None
@@ -119,6 +124,8 @@ def _quantized_rows(x: torch.Tensor, groups: str, spec: QuantSpec):
 
 def linear(x: torch.Tensor, weight: Weight, side: Side) -> torch.Tensor:
     """Y = X W^T (+ bias), bf16 [T, K] -> bf16 [T, N]: the forward operator of both sides."""
+    if side.dtype == torch.float32:
+        return fp32.linear(x, weight.masters[: len(weight.parts)], weight.masters[len(weight.parts) :])
     if weight.real:
         return torch.cat([part(x) for part in weight.real], 1)
     if not weight.quantized:
@@ -247,7 +254,8 @@ class PrecisionFlow:
         c = self.config
         forward = fp8.spec(c.format, c.scale, rule)
         cache = forward if kv else None
-        return Side(quantized, forward, c.activation_groups, c.weight_groups, c.lm_head, cache, c.backend)
+        dtype = torch.float32 if c.rollout == "fp32" else torch.bfloat16
+        return Side(quantized, forward, c.activation_groups, c.weight_groups, c.lm_head, cache, c.backend, dtype)
 
     def quantize_grad(self, x, block, *, dequantize=True, dtype=torch.bfloat16):
         """A gradient in the gradient format; codes and scales if not dequantised. Rounding may be stochastic."""
@@ -284,14 +292,18 @@ class PrecisionFlow:
         return same and not per_tensor and c.train_kernels == "same" and c.backend == "emulated"
 
     def export(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, fp32 master) -> (name, bf16): what a rollout engine receives and quantises itself."""
+        """(Hugging Face name, fp32 master) -> (name, bf16): what a rollout engine receives and quantises itself.
+        An fp32 flow sends the masters."""
         for name, tensor in named:
-            yield name, tensor.detach().to(torch.bfloat16)
+            yield name, tensor.detach().to(self.rollout_side.dtype)
 
     def engine_args(self) -> dict:
         """Quantisation and KV dtype of the rollout engine, in vLLM's words."""
         c = self.config
-        args: dict = {"dtype": "bfloat16", "kv_cache_dtype": "fp8" if c.kv_cache == "fp8" else "auto"}
+        args: dict = {
+            "dtype": str(self.rollout_side.dtype).removeprefix("torch."),
+            "kv_cache_dtype": "fp8" if c.kv_cache == "fp8" else "auto",
+        }
         if c.rollout == "fp8":
             block = [fp8.BLOCK, fp8.BLOCK] if c.weight_groups == "block" else None
             args["quantization"] = "fp8"
@@ -308,12 +320,13 @@ class PrecisionFlow:
         c = self.config
 
         def operand(quantized: bool, groups: str, spec: QuantSpec, format: str) -> str:
-            return f"{format} {groups} {'pow2' if spec.pow2 else 'fp32'} scales" if quantized else "bf16"
+            return f"{format} {groups} {'pow2' if spec.pow2 else 'fp32'} scales" if quantized else plain
 
         along = {"block": "1x128 along {}", "row": "1 x row along {}", "tensor": "per tensor"}[c.activation_groups]
         square = {"block": "128x128", "row": "1 x row", "tensor": "per tensor"}[c.weight_groups]
         backward = c.train == "fp8" and not c.forward_only
         r, t = self.rollout_side, self.train_side
+        plain = "fp32" if c.rollout == "fp32" else "bf16"
         return {
             "rollout X": operand(r.fp8, along.format("K"), r.forward, c.format),
             "rollout W": operand(r.fp8, square, r.forward, c.format),
@@ -325,10 +338,10 @@ class PrecisionFlow:
             "wgrad X": operand(backward, along.format("T"), self.grad, c.grad_format)
             + (", from the saved FP8 activation" if backward and c.wgrad_input == "from_saved_fp8" else ""),
             "wgrad output": c.wgrad_output,
-            "gradient between operators": c.grad_transport,
-            "lm_head": c.lm_head,
-            "kv cache, rollout": f"{c.format} per token and head" if r.kv else "bf16",
-            "kv, training attention": f"{c.format} per token and head" if t.kv else "bf16",
+            "gradient between operators": c.grad_transport if plain == "bf16" else plain,
+            "lm_head": c.lm_head if plain == "bf16" else plain,
+            "kv cache, rollout": f"{c.format} per token and head" if r.kv else plain,
+            "kv, training attention": f"{c.format} per token and head" if t.kv else plain,
             "training kernels": c.train_kernels,
             "master weights": c.master,
             "backend": c.backend,
@@ -343,9 +356,10 @@ class PrecisionFlow:
                 if self.config.train == "fp8":
                     converted.append(name)
                 else:
-                    left[name] = "flow.train is bf16"
+                    left[name] = f"flow.train is {self.config.train}"
             elif name == "lm_head.weight" or name.endswith("embed_tokens.weight"):
-                left[name] = f"lm_head is {self.config.lm_head}; the embedding is looked up in bf16"
+                table = "fp32" if self.config.train == "fp32" else "bf16"
+                left[name] = f"lm_head is {self.describe()['lm_head']}; the embedding is looked up in {table}"
             else:
                 left[name] = "norms and biases are not GEMM operands"
         return ConversionReport(converted, left)

@@ -218,7 +218,7 @@ def describe(flow: FlowConfig, side: str) -> str:
     """One side of a flow in a few words: equal words, equal numerics."""
     quantised = (flow.rollout if side == "rollout" else flow.train) == "fp8"
     rule = flow.rollout_rule if side == "rollout" else flow.train_rule
-    words = ["bf16"]
+    words = ["fp32" if flow.rollout == "fp32" else "bf16"]
     if quantised:
         words = [flow.format, "pow2 scales" if spec(flow.format, flow.scale, rule).pow2 else "fp32 scales"]
         groups = (flow.activation_groups, flow.weight_groups)

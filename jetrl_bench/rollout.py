@@ -108,6 +108,7 @@ class ReferenceEngine:
         self.policy_version = -1
         self._side = flow.rollout_side
         self._ops = Inference(self._side)
+        self._kernels = self._ops.kernels
         self._heads = Heads(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
         self._rope = rope_table(cfg)
         self._manifest = manifest(cfg, vocab_size)
@@ -115,8 +116,8 @@ class ReferenceEngine:
         shape = (max_slots, cfg.num_kv_heads)
         self._caches = [
             KVCache(
-                torch.zeros(*shape, cfg.head_dim, length, dtype=torch.bfloat16),
-                torch.zeros(*shape, length, cfg.head_dim, dtype=torch.bfloat16),
+                torch.zeros(*shape, cfg.head_dim, length, dtype=self._side.dtype),
+                torch.zeros(*shape, length, cfg.head_dim, dtype=self._side.dtype),
             )
             for _ in range(cfg.num_layers)
         ]
@@ -170,8 +171,8 @@ class ReferenceEngine:
         for name, tensor in named:
             if name in received:
                 raise ValueError(f"{where}: tensor {name} came twice")
-            if tensor.dtype != torch.bfloat16:
-                raise ValueError(f"{where}: tensor {name} is {tensor.dtype}, expected bfloat16 of the master")
+            if tensor.dtype != self._side.dtype:
+                raise ValueError(f"{where}: tensor {name} is {tensor.dtype}, expected {self._side.dtype} of the master")
             received[name] = tensor
         check_manifest(self._manifest, received, where)
         for name, tensor in received.items():
@@ -238,7 +239,7 @@ class ReferenceEngine:
         )  # fmt: skip
 
     def _attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        return kernels.decode(
+        return self._kernels.decode(
             qkv, self._slots, self._positions, self._heads, *self._rope, self._side.kv, self._caches[layer], self._out
         )
 
@@ -292,8 +293,8 @@ class ReferenceEngine:
         positions = torch.tensor([p for _, tokens in chunk for p in range(len(tokens))])
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            kernels.append(qkv, slots, positions, self._heads, *self._rope, self._side.kv, self._caches[layer])
-            return kernels.attention(qkv, starts, self._heads, *self._rope, self._side.kv, save=False)[0]
+            self._kernels.append(qkv, slots, positions, self._heads, *self._rope, self._side.kv, self._caches[layer])
+            return self._ops.attention(qkv, starts, self._heads, *self._rope, self._side.kv)
 
         run_layers(self.cfg, self._weights, ids, self._ops, attend)
 
@@ -314,7 +315,7 @@ class ReferenceEngine:
         self._stops = [frozenset(r.request.stop_ids) for r in runs]
         self._shortest = min((r.request.max_tokens - len(r.token_ids) for r in runs), default=0)
         self._logprobs = torch.empty(R, dtype=torch.float32)
-        self._out = torch.empty(R, self._heads.num_heads * self._heads.head_dim, dtype=torch.bfloat16)
+        self._out = torch.empty(R, self._heads.num_heads * self._heads.head_dim, dtype=self._side.dtype)
 
     # -------------------------------------------------------------------------------------------- state
 

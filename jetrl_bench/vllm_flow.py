@@ -44,7 +44,7 @@ def engine_settings(flow, cfg: ModelConfig, vocab_size: int) -> EngineSettings:
     """ValueError, one line, for a flow that vLLM cannot run as the trainer does."""
     config: FlowConfig = flow.config
     hf = hf_config(cfg, vocab_size)
-    arguments: dict = {"dtype": "bfloat16"}
+    arguments: dict = {"dtype": "float32" if config.rollout == "fp32" else "bfloat16"}
     if config.lm_head == "fp32":
         hf["head_dtype"] = "float32"
     if is_native(config):
@@ -92,9 +92,9 @@ def layers_to_refuse(config: FlowConfig, reports: Iterable[dict]) -> Iterator[st
         name, part = report["layer"], report["layer"].rsplit(".", 1)[-1]
         if part not in FUSED:
             continue
-        if config.rollout == "bf16":
+        if config.rollout != "fp8":
             if report["method"] != "UnquantizedLinearMethod":
-                yield f"{name}: runs as {report['method']} in a bf16 rollout"
+                yield f"{name}: runs as {report['method']} in a {config.rollout} rollout"
         elif not is_native(config):
             if report["method"] != "FlowLinearMethod":
                 yield f"{name}: runs as {report['method']}, not as the flow's emulated layer"
