@@ -398,6 +398,11 @@ INLINE vf row_load(const void *B, i64 i, int bf) { return bf ? load_bf((const ui
     }
 INLINE void lane_gemm(i64 M, i64 N, i64 K, const float *A, i64 sq, i64 sk, const void *B, i64 ldb, int bf, float *C, i64 ldc) {
     for (; M >= 4; M -= 4, A += 4 * sq, C += 4 * ldc) for (i64 x = 0; x < N; x += 16) TILE(4, 1)
+    for (; M >= 2; M -= 2, A += 2 * sq, C += 2 * ldc) {
+        i64 x = 0;
+        for (; x + 32 <= N; x += 32) TILE(2, 2)
+        for (; x < N; x += 16) TILE(2, 1)
+    }
     for (; M > 0; M--, A += sq, C += ldc) {
         i64 x = 0;
         for (; x + 32 <= N; x += 32) TILE(1, 2)
