@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_cases import VOCAB, Policies, policy
+from engine_cases import CFG, VOCAB, Policies, policy
 from test_model import SHAPES, random_batch, random_model
 
 from jetrl_bench import check, conformance
@@ -20,8 +20,8 @@ def policies():
     return Policies()
 
 
-def engine(cfg=ModelConfig(max_position=256)):
-    return ReferenceEngine(cfg, VOCAB, make_flow(FP32), max_slots=8, max_len=128)
+def engine():
+    return ReferenceEngine(CFG, VOCAB, make_flow(FP32), max_slots=8, max_len=128)
 
 
 def test_every_sampled_token_has_transformers_logprob(policies):
