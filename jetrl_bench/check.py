@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from jetrl_bench import fp8, kernels
+from jetrl_bench import fp8, kernels, native
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.kernels import Heads
 from jetrl_bench.model import Batch, Decoder, Inference, init_model, prepare, run_layers, sequence_logprobs
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    print(f"GEMM {fp8.gemm_isa()}, kernels {kernels.backend()}, torch {torch.__version__}")
+    print(f"GEMM {fp8.gemm_isa()}, kernels {native.backend()}, torch {torch.__version__}")
     failed = 0
     for name, passed, detail in checks(args.full):
         failed += not passed

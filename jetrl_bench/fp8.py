@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from jetrl_bench import kernels
+from jetrl_bench import kernels, native
 from jetrl_bench.config import nearest
-from jetrl_bench.kernels import QuantSpec
+from jetrl_bench.kernels import QuantSpec, RowGroups
 
 BLOCK = 128
 
@@ -186,7 +186,7 @@ ROWS = 64
 
 @functools.cache
 def gemm_isa() -> str:
-    """How the products inside a block of 128 are computed on this CPU. 'amx': bf16 tiles (oneDNN's or kernels.c's, the
+    """How the products inside a block of 128 are computed on this CPU. 'amx': bf16 tiles (oneDNN's or csrc's, the
     same bits). 'fp32': no bf16 tiles, or capped by ONEDNN_MAX_CPU_ISA or ATEN_CPU_CAPABILITY: the fp32 GEMM on the same
     operands. Products are exact and sums are fp32 in both; the order of the sum, and so the last bits, differ."""
     cap = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT").upper()
@@ -207,7 +207,7 @@ class Factor:
         self._packed: torch.Tensor | None = None
 
     def packed(self) -> torch.Tensor:
-        """The values in the tile unit's layout (kernels.c)."""
+        """The values in the tile unit's layout (csrc/gemm.c)."""
         if self._packed is None:
             self._packed = kernels.pack(self.values, transposed=self.transposed)
         return self._packed
@@ -220,15 +220,20 @@ def gemm(
     x_scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    groups: RowGroups | None = None,
 ) -> torch.Tensor:
     """x [M, K] @ w^T + bias -> [M, N]: fp32 sums over blocks of 128 along K, added in order, rounded once to `dtype`.
 
     With scales (x_scales [M, ceil K / 128] and w.scales) every block's sum is multiplied by the product of its two
     scales. A row's bits depend neither on the other rows nor on their number: blocks are the same for every M.
+    With groups (power-of-two scales) x is quantised and dequantised first; compiled, tile by tile, without a copy of x.
     """
     assert (x_scales is None) == (w.scales is None)
-    if kernels.compiled(x) and gemm_isa() == "amx":
-        return kernels.gemm(x, w.packed(), w.rows, x_scales, w.scales, bias, dtype)
+    if native.library_for(x) is not None and gemm_isa() == "amx":
+        return kernels.gemm(x, w.packed(), w.rows, x_scales, w.scales, bias, dtype, groups)
+    if groups is not None:
+        parts = [kernels.quantize_blocks(p, (1, groups.width), groups.spec)[0] for p in x.split(groups.parts, 1)]
+        x = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     values = w.values.t() if w.transposed else w.values
     total = None
     for i, (a, b) in enumerate(zip(x.float().split(BLOCK, 1), values.float().split(BLOCK, 1))):
@@ -242,12 +247,19 @@ def gemm(
 
 
 def gemm_tokens(
-    a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor | None = None, b_scales: torch.Tensor | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor | None = None,
+    b_scales: torch.Tensor | None = None,
+    *,
+    spec: QuantSpec | None = None,
 ) -> torch.Tensor:
     """a [T, M], b [T, N] -> a^T b, fp32 [M, N], the same sum running over blocks of 128 tokens (weight gradients).
-    Scales [M, ceil T / 128], [N, ceil T / 128]."""
-    if kernels.compiled(a) and gemm_isa() == "amx":
-        return kernels.gemm_tokens(a, b, a_scales, b_scales)
+    Scales [M, ceil T / 128], [N, ceil T / 128]. With spec (power-of-two scales) both are quantised first, 128 x 1."""
+    if native.library_for(a) is not None and gemm_isa() == "amx":
+        return kernels.gemm_tokens(a, b, a_scales, b_scales, spec)
+    if spec is not None:
+        a, b = (kernels.quantize_blocks(t, (BLOCK, 1), spec)[0] for t in (a, b))
     return gemm(a.t(), Factor(b, b_scales, transposed=True), x_scales=a_scales, dtype=torch.float32)
 
 

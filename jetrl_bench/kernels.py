@@ -1,120 +1,23 @@
 """Kernels with one definition: attention, norms, SwiGLU, quantisation, token log-probs and sampling.
 
-Every function here is *defined* by its torch code (the eager path, any device). Where the machine has a C compiler,
-`kernels.c` computes the same bits on the CPU, faster: sums have a fixed shape (16 or 4 lanes, then a tree), exp and log
-are fixed polynomials, and fused multiply-adds are used only where both factors are bf16 values, whose product is exact.
-So results depend neither on the compiler, nor on the instruction set, nor on who else is in the batch.
+Every function here is *defined* by its torch code (the eager path, any device). Where there is a C compiler,
+`csrc` (native.py) computes the same bits on the CPU, faster: sums have a fixed shape (16 or 4 lanes, then a tree), exp
+and log are fixed polynomials, and fused multiply-adds are used only where both factors are bf16 values, whose product
+is exact. So results depend neither on the compiler, nor on the instruction set, nor on who else is in the batch.
 
 Shapes: T packed tokens, R rows, C columns, S sequences, H query heads, N key/value heads, D head dim, F feed-forward,
 L positions, V vocabulary. Tensors between kernels are bf16; arithmetic inside is fp32.
 """
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
-_forced_eager = False
-
-
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CC") or "cc")
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled kernels, built at first use into $XDG_CACHE_HOME/jetrl-bench; None without a working compiler."""
-    compiler = _compiler()
-    if compiler is None:
-        return None
-    try:
-        cpu = next((line for line in open("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        cpu = platform.processor()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), version, *_FLAGS, platform.machine(), cpu]).encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetrl-bench"
-    path = folder / f"kernels-{key.hexdigest()[:16]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=folder, suffix=".so")
-        os.close(handle)
-        done = subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", scratch, "-lm"], capture_output=True, text=True)
-        if done.returncode:
-            os.unlink(scratch)
-            return None
-        os.chmod(scratch, 0o755)
-        os.replace(scratch, path)
-    library = ctypes.CDLL(str(path))
-    p, i, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    signatures = {
-        "quantize": [p, i, n, p, n, p, i, i, i, i, n, p],
-        "add_rms_norm": [p, p, p, f, p, p, p, i, i],
-        "add_rms_norm_backward": [p, p, p, p, p, p, p, i, i],
-        "swiglu": [p, p, i, i],
-        "swiglu_backward": [p, p, p, i, i],
-        "attention": [p, p, i, p, p, p, p, p, p, p, p],
-        "attention_backward": [p, p, p, p, p, p, p, i, p, p, p, p, p],
-        "append": [p, p, p, i, p, p, p, p, p, p, i],
-        "decode": [p, p, p, i, p, p, p, p, p, p, i, p],
-        "token_logprobs": [p, n, p, f, p, p, p, p, p, i, i],
-        "token_logprobs_backward": [p, p, n, p, f, p, p, p, i, i],
-        "sample": [p, n, p, p, p, p, p, p, i, i],
-        "pack_rows": [p, i, i, i, p],
-        "pack_columns": [p, i, i, i, p],
-        "gemm": [p, i, i, i, p, p, p, i, p, p, n],
-        "gemm_tokens": [p, i, i, p, p, i, i, p, i, p],
-    }
-    for name, types in signatures.items():
-        if (function := getattr(library, name, None)) is not None:  # tiles exist on some processors only
-            function.argtypes, function.restype = types, None
-    return library
-
-
-def backend() -> str:
-    """'compiled' or 'eager': what runs on this machine's CPU (same bits)."""
-    return "eager" if _forced_eager or _library() is None else "compiled"
-
-
-@contextlib.contextmanager
-def eager():
-    """Run the defining torch code instead of the compiled kernels (tests)."""
-    global _forced_eager
-    before, _forced_eager = _forced_eager, True
-    try:
-        yield
-    finally:
-        _forced_eager = before
-
-
-def _c(x: torch.Tensor) -> ctypes.CDLL | None:
-    return None if _forced_eager or x.device.type != "cpu" else _library()
-
-
-def _p(x: torch.Tensor | None) -> int | None:
-    if x is None:
-        return None
-    assert x.is_contiguous()
-    return x.data_ptr()
-
-
-def compiled(x: torch.Tensor) -> bool:
-    """Whether the compiled kernels serve this tensor."""
-    return _c(x) is not None
-
+from jetrl_bench.native import library, library_for, ptr
 
 # ------------------------------------------------------------------------------------------------ tiles of the GEMM
 
@@ -124,34 +27,41 @@ def pack(w: torch.Tensor, *, transposed: bool) -> torch.Tensor:
     w = w if w.stride(1) == 1 else w.contiguous()
     N, K = w.shape[::-1] if transposed else w.shape
     out = torch.empty((N + -N % 32) * (K + -K % 32), dtype=torch.bfloat16)
-    (_library().pack_columns if transposed else _library().pack_rows)(w.data_ptr(), w.stride(0), N, K, _p(out))
+    (library().pack_columns if transposed else library().pack_rows)(w.data_ptr(), w.stride(0), N, K, ptr(out))
     return out
 
 
-def gemm(x, packed, N: int, x_scales, w_scales, bias, dtype: torch.dtype) -> torch.Tensor:
+class RowGroups(NamedTuple):
+    """Quantise rows before a product: in groups of `width` inside each of `parts`, whose widths add up to the row."""
+
+    spec: "QuantSpec"
+    parts: tuple[int, ...]
+    width: int
+
+
+@functools.cache
+def _widths(parts: tuple[int, ...]) -> ctypes.Array:
+    return (ctypes.c_int64 * len(parts))(*parts)
+
+
+def gemm(x, packed, N: int, x_scales, w_scales, bias, dtype: torch.dtype, groups: RowGroups | None) -> torch.Tensor:
     """fp8.gemm on packed tiles."""
     x = x if x.stride(1) == 1 else x.contiguous()
     M, K = x.shape
     out = torch.empty(M, N, dtype=dtype)
     if x_scales is not None:
         x_scales, w_scales = x_scales.contiguous(), w_scales.contiguous()
-    _library().gemm(
-        x.data_ptr(),
-        x.stride(0),
-        M,
-        K,
-        _p(x_scales),
-        _p(packed),
-        _p(w_scales),
-        N,
-        _p(bias),
-        _p(out),
-        dtype == torch.bfloat16,
-    )
+    rounding = (None, 0, None, 0)
+    if groups is not None:
+        rounding = (_spec_pointer(groups.spec), groups.width, _widths(groups.parts), len(groups.parts))
+    library().gemm(
+        x.data_ptr(), x.stride(0), M, K, ptr(x_scales), ptr(packed), ptr(w_scales), N, ptr(bias),
+        ptr(out), dtype == torch.bfloat16, *rounding,
+    )  # fmt: skip
     return out
 
 
-def gemm_tokens(a, b, a_scales, b_scales) -> torch.Tensor:
+def gemm_tokens(a, b, a_scales, b_scales, spec: "QuantSpec | None") -> torch.Tensor:
     """fp8.gemm_tokens on packed tiles."""
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     T, M = a.shape
@@ -159,9 +69,10 @@ def gemm_tokens(a, b, a_scales, b_scales) -> torch.Tensor:
     out = torch.empty(M, N, dtype=torch.float32)
     if a_scales is not None:
         a_scales, b_scales = a_scales.contiguous(), b_scales.contiguous()
-    _library().gemm_tokens(
-        a.data_ptr(), a.stride(0), M, _p(a_scales), b.data_ptr(), b.stride(0), N, _p(b_scales), T, _p(out)
-    )
+    library().gemm_tokens(
+        a.data_ptr(), a.stride(0), M, ptr(a_scales), b.data_ptr(), b.stride(0), N, ptr(b_scales), T,
+        ptr(out), _spec_pointer(spec),
+    )  # fmt: skip
     return out
 
 
@@ -337,14 +248,14 @@ def quantize_blocks(
     """
     R, C = x.shape
     br, bc = min(block[0], R) or 1, min(block[1], C)
-    library = _c(x)
-    if library is not None and noise is None:
+    native = library_for(x)
+    if native is not None and noise is None:
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty(R, C, dtype=dtype)
         scales = torch.empty(-(-R // br), -(-C // bc), dtype=torch.float32) if want_scales else None
-        library.quantize(
-            x.data_ptr(), x.stride(0), x.dtype == torch.bfloat16, out.data_ptr(), dtype == torch.bfloat16, _p(scales),
-            R, C, br, bc, not dequantize, _spec_pointer(spec),
+        native.quantize(
+            x.data_ptr(), x.stride(0), x.dtype == torch.bfloat16, out.data_ptr(), C, dtype == torch.bfloat16,
+            ptr(scales), R, C, br, bc, not dequantize, _spec_pointer(spec),
         )  # fmt: skip
         return out, scales
     blocks = _pad(_pad(x.float(), br, 0), bc, 1).unflatten(1, (-1, bc)).unflatten(0, (-1, br))
@@ -365,11 +276,11 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = bf16(h + delta); y = bf16(x / rms(x) * weight). Returns x [R, C], y [R, C], 1 / rms [R]; weight fp32 [C]."""
     R, C = h.shape
-    library = _c(h)
-    if library is not None:
+    native = library_for(h)
+    if native is not None:
         x = h if delta is None else torch.empty_like(h)
         y, rstd = torch.empty_like(h), torch.empty(R, dtype=torch.float32)
-        library.add_rms_norm(_p(h), _p(delta), _p(weight), eps, _p(x), _p(y), _p(rstd), R, C)
+        native.add_rms_norm(ptr(h), ptr(delta), ptr(weight), eps, ptr(x), ptr(y), ptr(rstd), R, C)
         return x, y, rstd
     x = h if delta is None else (h.float() + delta.float()).to(torch.bfloat16)
     xf = x.float()
@@ -382,10 +293,10 @@ def add_rms_norm(
 def add_rms_norm_backward(dy, dx_out, x, rstd, weight) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of add_rms_norm: bf16 d(h) = d(delta) [R, C], fp32 d(weight) [C]; dx_out: what reaches x, or None."""
     R, C = x.shape
-    library = _c(x)
-    if library is not None:
+    native = library_for(x)
+    if native is not None:
         dx, dw = torch.empty_like(x), torch.empty(C, dtype=torch.float32)
-        library.add_rms_norm_backward(_p(dy), _p(dx_out), _p(x), _p(rstd), _p(weight), _p(dx), _p(dw), R, C)
+        native.add_rms_norm_backward(ptr(dy), ptr(dx_out), ptr(x), ptr(rstd), ptr(weight), ptr(dx), ptr(dw), R, C)
         return dx, dw
     g, xhat = dy.float(), x.float() * rstd[:, None]
     gx = g * xhat
@@ -399,10 +310,10 @@ def add_rms_norm_backward(dy, dx_out, x, rstd, weight) -> tuple[torch.Tensor, to
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """[R, 2 F] -> bf16(silu(gate) * up) [R, F]."""
     R, F = gate_up.shape[0], gate_up.shape[1] // 2
-    library = _c(gate_up)
-    if library is not None:
+    native = library_for(gate_up)
+    if native is not None:
         y = torch.empty(R, F, dtype=torch.bfloat16)
-        library.swiglu(_p(gate_up), _p(y), R, F)
+        native.swiglu(ptr(gate_up), ptr(y), R, F)
         return y
     g, u = gate_up.float().split(F, 1)
     return ((g / (1.0 + exp(-g))) * u).to(torch.bfloat16)
@@ -410,10 +321,10 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     R, F = dy.shape
-    library = _c(dy)
-    if library is not None:
+    native = library_for(dy)
+    if native is not None:
         out = torch.empty_like(gate_up)
-        library.swiglu_backward(_p(dy), _p(gate_up), _p(out), R, F)
+        native.swiglu_backward(ptr(dy), ptr(gate_up), ptr(out), R, F)
         return out
     d = dy.float()
     g, u = gate_up.float().split(F, 1)
@@ -518,12 +429,13 @@ def attention(
             torch.from_numpy(areas[:-1].astype(np.int64)), torch.empty(T, H, dtype=torch.float32, device=qkv.device),
         )  # fmt: skip
     out = torch.empty(T, H * D, dtype=torch.bfloat16, device=qkv.device)
-    library = _c(qkv)
-    if library is not None:
+    native = library_for(qkv)
+    if native is not None:
         assert qkv.is_contiguous()
-        library.attention(
-            _p(qkv), _p(starts), len(sizes), ctypes.addressof(_cheads(heads)), _p(cos), _p(sin), _spec_pointer(kv_spec),
-            _p(out), *((_p(saved.probs), _p(saved.offsets), _p(saved.inverse)) if save else (None, None, None)),
+        kept = (ptr(saved.probs), ptr(saved.offsets), ptr(saved.inverse)) if save else (None, None, None)
+        native.attention(
+            ptr(qkv), ptr(starts), len(sizes), ctypes.addressof(_cheads(heads)), ptr(cos), ptr(sin),
+            _spec_pointer(kv_spec), ptr(out), *kept,
         )  # fmt: skip
         return out, saved
     for s, (t, L) in enumerate(zip(bounds, sizes)):
@@ -544,11 +456,11 @@ def attention(
 def attention_backward(dout, out, qkv, saved: AttentionSaved, starts, heads: Heads, cos, sin, kv_spec) -> torch.Tensor:
     """Gradient of attention with respect to qkv, bf16 [T, width]; KV quantisation passes gradients straight through."""
     dqkv = torch.empty_like(qkv)
-    library = _c(qkv)
-    if library is not None:
-        library.attention_backward(
-            _p(dout), _p(out), _p(qkv), _p(saved.probs), _p(saved.offsets), _p(saved.inverse), _p(starts),
-            starts.numel() - 1, ctypes.addressof(_cheads(heads)), _p(cos), _p(sin), _spec_pointer(kv_spec), _p(dqkv),
+    native = library_for(qkv)
+    if native is not None:
+        native.attention_backward(
+            ptr(dout), ptr(out), ptr(qkv), ptr(saved.probs), ptr(saved.offsets), ptr(saved.inverse), ptr(starts),
+            starts.numel() - 1, ctypes.addressof(_cheads(heads)), ptr(cos), ptr(sin), _spec_pointer(kv_spec), ptr(dqkv),
         )  # fmt: skip
         return dqkv
     H, N, D = heads
@@ -576,11 +488,11 @@ def attention_backward(dout, out, qkv, saved: AttentionSaved, starts, heads: Hea
 
 def append(qkv, slots, positions, heads: Heads, cos, sin, kv_spec, cache: KVCache) -> None:
     """Write keys and values of rows [R, width] at (slots [R], positions [R]) int64."""
-    library = _c(qkv)
-    if library is not None:
-        library.append(
-            _p(qkv), _p(slots), _p(positions), qkv.shape[0], ctypes.addressof(_cheads(heads)), _p(cos), _p(sin),
-            _spec_pointer(kv_spec), _p(cache.keys), _p(cache.values), cache.values.shape[2],
+    native = library_for(qkv)
+    if native is not None:
+        native.append(
+            ptr(qkv), ptr(slots), ptr(positions), qkv.shape[0], ctypes.addressof(_cheads(heads)), ptr(cos), ptr(sin),
+            _spec_pointer(kv_spec), ptr(cache.keys), ptr(cache.values), cache.values.shape[2],
         )  # fmt: skip
         return
     _, k, v = _qkv(qkv, heads, cos[positions], sin[positions], kv_spec)
@@ -590,11 +502,11 @@ def append(qkv, slots, positions, heads: Heads, cos, sin, kv_spec, cache: KVCach
 
 def decode(qkv, slots, positions, heads: Heads, cos, sin, kv_spec, cache: KVCache, out: torch.Tensor) -> torch.Tensor:
     """Append one token to each of R slots and attend to everything cached there. Fills out bf16 [R, H D]."""
-    library = _c(qkv)
-    if library is not None:
-        library.decode(
-            _p(qkv), _p(slots), _p(positions), qkv.shape[0], ctypes.addressof(_cheads(heads)), _p(cos), _p(sin),
-            _spec_pointer(kv_spec), _p(cache.keys), _p(cache.values), cache.values.shape[2], _p(out),
+    native = library_for(qkv)
+    if native is not None:
+        native.decode(
+            ptr(qkv), ptr(slots), ptr(positions), qkv.shape[0], ctypes.addressof(_cheads(heads)), ptr(cos), ptr(sin),
+            _spec_pointer(kv_spec), ptr(cache.keys), ptr(cache.values), cache.values.shape[2], ptr(out),
         )  # fmt: skip
         return out
     append(qkv, slots, positions, heads, cos, sin, kv_spec, cache)
@@ -626,13 +538,13 @@ def token_logprobs(logits, tokens, temperature: float, *, full: bool):
     """Log-probs of `tokens` [R] under softmax(logits [R, V] / temperature), entropy [R], saved (max, sum) and, if
     asked, the whole log-softmax [R, V]. logits bf16 or fp32; everything out is fp32."""
     R, V = logits.shape
-    library = _c(logits)
-    if library is not None:
+    native = library_for(logits)
+    if native is not None:
         logp, entropy, top, total = torch.empty(4, R, dtype=torch.float32).unbind()
         everything = torch.empty(R, V, dtype=torch.float32) if full else None
-        library.token_logprobs(
-            _p(logits), logits.dtype == torch.bfloat16, _p(tokens), temperature, _p(logp), _p(entropy), _p(top),
-            _p(total), _p(everything), R, V,
+        native.token_logprobs(
+            ptr(logits), logits.dtype == torch.bfloat16, ptr(tokens), temperature, ptr(logp), ptr(entropy), ptr(top),
+            ptr(total), ptr(everything), R, V,
         )  # fmt: skip
         return logp, entropy, (top, total), everything
     d, e, top, total = _head(logits, temperature)
@@ -647,17 +559,17 @@ def token_logprobs_backward(grad, logits, tokens, temperature: float, saved) -> 
     R, V = logits.shape
     top, total = saved
     out = torch.empty_like(logits)
-    library = _c(logits)
-    if library is not None:
-        library.token_logprobs_backward(
-            _p(grad),
-            _p(logits),
+    native = library_for(logits)
+    if native is not None:
+        native.token_logprobs_backward(
+            ptr(grad),
+            ptr(logits),
             logits.dtype == torch.bfloat16,
-            _p(tokens),
+            ptr(tokens),
             temperature,
-            _p(top),
-            _p(total),
-            _p(out),
+            ptr(top),
+            ptr(total),
+            ptr(out),
             R,
             V,
         )
@@ -682,11 +594,11 @@ def sample(logits, temperatures, seeds, counts, tokens, logprobs, full: torch.Te
     """Draw one token a row by inverse CDF at uniform(seed, count); temperature 0 takes the first maximum, its log-prob
     at temperature 1. Fills tokens int64 [R], logprobs fp32 [R] and, if given, the log-softmax [R, V]."""
     R, V = logits.shape
-    library = _c(logits)
-    if library is not None:
-        library.sample(
-            _p(logits), logits.dtype == torch.bfloat16, _p(temperatures), _p(seeds), _p(counts), _p(tokens),
-            _p(logprobs), _p(full), R, V,
+    native = library_for(logits)
+    if native is not None:
+        native.sample(
+            ptr(logits), logits.dtype == torch.bfloat16, ptr(temperatures), ptr(seeds), ptr(counts), ptr(tokens),
+            ptr(logprobs), ptr(full), R, V,
         )  # fmt: skip
         return
     greedy = temperatures <= 0

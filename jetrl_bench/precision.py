@@ -36,7 +36,7 @@ import torch
 from jetrl_bench import backends, fp8, fp32, kernels
 from jetrl_bench.config import FlowConfig
 from jetrl_bench.fp8 import Factor
-from jetrl_bench.kernels import QuantSpec
+from jetrl_bench.kernels import QuantSpec, RowGroups
 
 
 class Side(NamedTuple):
@@ -122,6 +122,10 @@ def _quantized_rows(x: torch.Tensor, groups: str, spec: QuantSpec):
     return codes, _per_block(scale, block, x.shape)
 
 
+def _row_groups(activation_groups: str, spec: QuantSpec, parts: tuple[int, ...]) -> RowGroups:
+    return RowGroups(spec, parts, fp8.BLOCK if activation_groups == "block" else max(parts))
+
+
 def linear(x: torch.Tensor, weight: Weight, side: Side) -> torch.Tensor:
     """Y = X W^T (+ bias), bf16 [T, K] -> bf16 [T, N]: the forward operator of both sides."""
     if side.dtype == torch.float32:
@@ -131,8 +135,11 @@ def linear(x: torch.Tensor, weight: Weight, side: Side) -> torch.Tensor:
     if not weight.quantized:
         return fp8.gemm(x, weight.forward, bias=weight.bias)
     if side.forward.pow2:
-        block = fp8.block_of(side.activation_groups, x.shape)
-        return fp8.gemm(kernels.quantize_blocks(x, block, side.forward)[0], weight.forward, bias=weight.bias)
+        if side.activation_groups == "tensor":
+            return fp8.gemm(kernels.quantize_blocks(x, x.shape, side.forward)[0], weight.forward, bias=weight.bias)
+        return fp8.gemm(
+            x, weight.forward, bias=weight.bias, groups=_row_groups(side.activation_groups, side.forward, (x.shape[1],))
+        )
     codes, scales = _quantized_rows(x, side.activation_groups, side.forward)
     return fp8.gemm(codes, weight.forward, x_scales=scales, bias=weight.bias)
 
@@ -187,8 +194,9 @@ def dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow", *, quantized:
         factor = Factor(weight.bf16, transposed=True) if weight.quantized else weight.dgrad[0]
         return fp8.gemm(dy, factor)
     groups = flow.config.activation_groups
-    aligned = groups == "block" and all(n % fp8.BLOCK == 0 for n in weight.parts)  # no group crosses a part
-    parts = [dy] if aligned and flow.grad.pow2 else dy.split(weight.parts, 1)
+    if flow.rounds_rows_alone():
+        return fp8.gemm(dy, weight.dgrad[0], groups=_row_groups(groups, flow.grad, weight.parts))
+    parts = dy.split(weight.parts, 1)
     if flow.grad.pow2:
         parts = [flow.quantize_grad(d, fp8.block_of(groups, d.shape)) for d in parts]
         return fp8.gemm(parts[0] if len(parts) == 1 else torch.cat(parts, 1), weight.dgrad[0])
@@ -207,6 +215,8 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, weight: Weight, flow: "PrecisionFlo
     if groups == "tensor" and len(weight.parts) > 1:
         parts = dy.split(weight.parts, 1)
         return torch.cat([wgrad(d, x, weight._replace(parts=(n,)), flow) for d, n in zip(parts, weight.parts)])
+    if flow.rounds_rows_alone() and groups == "block":
+        return fp8.gemm_tokens(dy, x, spec=flow.grad)
     dy_block, x_block = (fp8.transposed_block_of(groups, t.shape) for t in (dy, x))
     if flow.grad.pow2:
         return fp8.gemm_tokens(flow.quantize_grad(dy, dy_block), flow.quantize_input(x, x_block))
@@ -256,6 +266,11 @@ class PrecisionFlow:
         cache = forward if kv else None
         dtype = torch.float32 if c.rollout == "fp32" else torch.bfloat16
         return Side(quantized, forward, c.activation_groups, c.weight_groups, c.lm_head, cache, c.backend, dtype)
+
+    def rounds_rows_alone(self) -> bool:
+        """A gradient's row is quantised without another row or a stream of noise, by power-of-two scales."""
+        c = self.config
+        return self.grad.pow2 and c.activation_groups != "tensor" and c.rounding == "nearest"
 
     def quantize_grad(self, x, block, *, dequantize=True, dtype=torch.bfloat16):
         """A gradient in the gradient format; codes and scales if not dequantised. Rounding may be stochastic."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_bench import kernels
+from jetrl_bench import native
 from jetrl_bench.config import FlowConfig, TaskConfig, nearest, registry, validate
 from jetrl_bench.diagnostics import exact_kl
 from jetrl_bench.fp8 import gemm_isa, spec
@@ -261,7 +261,7 @@ def probe(
         notes=notes,
         environment={
             "torch": torch.__version__,
-            "kernels": kernels.backend(),
+            "kernels": native.backend(),
             "products": gemm_isa(),
             "threads": str(torch.get_num_threads()),
             "numerical_source": source_hash(),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_bench import backends, fp8, kernels, precision
+from jetrl_bench import backends, fp8, kernels, native, precision
 from jetrl_bench.config import FlowConfig
 from jetrl_bench.probe_report import to_csv
 from jetrl_bench.record import write_json, write_text
@@ -205,10 +205,10 @@ def ceilings(device: str, rounds: int) -> dict[str, float]:
         "clone_bytes_s": moved / min(seconds(lambda: x.clone(), device) for _ in range(rounds)),
     }
     quantise = lambda: kernels.quantize_blocks(x, (1, fp8.BLOCK), rule)[0]  # noqa: E731
-    if device == "cpu" and kernels.backend() == "compiled":
+    if device == "cpu" and native.backend() == "compiled":
         found["qdq_compiled_bytes_s"] = moved / min(seconds(quantise, device) for _ in range(rounds))
         fast = quantise()
-        with kernels.eager():
+        with native.eager():
             slow = quantise()
             found["qdq_portable_bytes_s"] = moved / seconds(quantise, device)
         found["qdq_equal_bits"] = float(torch.equal(fast.view(torch.int16), slow.view(torch.int16)))
@@ -246,7 +246,7 @@ def measure(models: list[str], tokens: int, divide: int, names: list[str], round
         "widths_divided_by": divide,
         "rounds": rounds,
         "device": torch.cuda.get_device_name() if device != "cpu" else f"CPU, {torch.get_num_threads()} thread(s)",
-        "environment": {"torch": torch.__version__, "kernels": kernels.backend(), "gemm": fp8.gemm_isa()},
+        "environment": {"torch": torch.__version__, "kernels": native.backend(), "gemm": fp8.gemm_isa()},
         "ceilings": top,
         "rows": rows,
     }

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from jetrl_bench import check, kernels
+from jetrl_bench import check, kernels, native
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.kernels import Heads, KVCache
 from jetrl_bench.model import rope_table
@@ -84,7 +84,7 @@ def test_training_has_the_same_bits_without_a_compiler(flow):
 
     cfg = ModelConfig(num_layers=1, num_kv_heads=2, hidden_size=64, head_dim=24, intermediate_size=136)
     compiled = dict(check.trained(cfg, make_flow(flow), seed=0).named_parameters())
-    with kernels.eager():
+    with native.eager():
         eager = dict(check.trained(cfg, make_flow(flow), seed=0).named_parameters())
     assert all(torch.equal(compiled[n], eager[n]) for n in compiled)
 
@@ -92,7 +92,7 @@ def test_training_has_the_same_bits_without_a_compiler(flow):
 def test_rollout_has_the_same_bits_without_a_compiler():
     flow = FlowConfig(**FP8)
     a = check.inflight(flow, "keep", swap_at=5)
-    with kernels.eager():
+    with native.eager():
         b = check.inflight(flow, "keep", swap_at=5)
     assert a == b and a[1]
 

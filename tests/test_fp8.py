@@ -9,7 +9,7 @@ from gfloat.formats import format_info_ocp_e2m1, format_info_ocp_e3m2, format_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_bench import fp8, kernels
+from jetrl_bench import fp8, kernels, native
 
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m2": 28.0, "e4m1": 384.0, "e2m1": 6.0}
 TYPES = {
@@ -87,13 +87,36 @@ def test_compiled_and_eager_quantisation_agree_and_pow2_is_exact_in_bf16(values,
     for scale in ("pow2", "fp32"):
         s = fp8.spec(format, scale)
         got = kernels.quantize_blocks(x, (1, 128), s, want_scales=True)
-        with kernels.eager():
+        with native.eager():
             eager = kernels.quantize_blocks(x, (1, 128), s, want_scales=True)
         assert torch.equal(got[0], eager[0]) and torch.equal(got[1], eager[1])
     q = fp8.quantize(x, format, (1, 128))
     exact = q.values().double() * fp8.expand_scales(q.scales, q.block, x.shape).double()
     assert torch.equal(exact, q.dequantize().double())
     assert torch.equal(q.dequantize(), fp8.qdq(x, format, (1, 128)))
+
+
+@pytest.mark.parametrize("format", fp8.FORMATS)
+@pytest.mark.parametrize("rule", ["default", "te_pow2", "vllm_ue8m0", "deepgemm_ue8m0"])
+def test_rounding_on_words_is_the_definition(format, rule):
+    """Vectors of bf16 of every exponent, wide and narrow groups, zeros, infinities: bit for bit the torch code."""
+    g = torch.Generator().manual_seed(len(format) + len(rule))
+    s = fp8.spec(format, rule=rule)
+    for lowest, width in ((0, 255), (0, 12), (100, 40), (120, 3), (230, 24), (253, 2)):
+        words = torch.randint(0, 65536, (150, 224), generator=g)
+        exponent = lowest + torch.randint(0, width, words.shape, generator=g)
+        words = (words & 0x807F) | (exponent << 7)
+        words[torch.rand(words.shape, generator=g) < 0.1] &= 0x8000
+        words[70:, 190] = 0x7F80 if width == 3 else 0
+        x = torch.where(words > 32767, words - 65536, words).to(torch.int16).view(torch.bfloat16)
+        for block in ((1, 128), (128, 1), (1, 224)):
+            got = kernels.quantize_blocks(x, block, s, want_scales=True)
+            with native.eager():
+                eager = kernels.quantize_blocks(x, block, s, want_scales=True)
+            finite = torch.isfinite(eager[0])
+            assert torch.equal(torch.isfinite(got[0]), finite)
+            assert torch.equal(got[0][finite].view(torch.int16), eager[0][finite].view(torch.int16))
+            torch.testing.assert_close(got[1], eager[1], rtol=0, atol=0, equal_nan=True)
 
 
 def test_power_of_two_scale_is_the_smallest_that_fits():
@@ -168,7 +191,7 @@ def test_gemm_against_float64_and_the_eager_definition(M, N, K, scaled):
     assert (got - exact).abs().max() < 2e-5 * K**0.5
     flipped = fp8.Factor(w.t().contiguous(), ws, transposed=True)
     assert torch.equal(got, fp8.gemm(x, flipped, x_scales=xs, bias=bias, dtype=torch.float32))
-    with kernels.eager():
+    with native.eager():
         eager = fp8.gemm(x, fp8.Factor(w, ws), x_scales=xs, bias=bias, dtype=torch.float32)
     assert torch.equal(got, eager)
     assert torch.equal(got.to(torch.bfloat16), fp8.gemm(x, fp8.Factor(w, ws), x_scales=xs, bias=bias))
@@ -184,12 +207,37 @@ def test_gemm_rows_do_not_depend_on_each_other(K):
         assert torch.equal(fp8.gemm(x[5 : 5 + m], factor), whole[5 : 5 + m])
 
 
+@pytest.mark.parametrize("M,parts", [(1, (128,)), (40, (128, 64, 64)), (300, (576,)), (33, (96, 40))])
+@pytest.mark.parametrize("width", [128, 1024])
+def test_gemm_quantises_its_rows_as_a_pass_before_it_would(M, parts, width):
+    g = torch.Generator().manual_seed(M)
+    K, s = sum(parts), fp8.spec("e4m3")
+    x, w = torch.randn(M, K, generator=g).to(torch.bfloat16), torch.randn(40, K, generator=g).to(torch.bfloat16)
+    passed = torch.cat([fp8.qdq(p, "e4m3", (1, width)) for p in x.split(parts, 1)], 1)
+    assert not torch.equal(passed, x)
+    groups = kernels.RowGroups(s, parts, width)
+    expected = fp8.gemm(passed, fp8.Factor(w))
+    assert torch.equal(fp8.gemm(x, fp8.Factor(w), groups=groups), expected)
+    with native.eager():
+        assert torch.equal(fp8.gemm(x, fp8.Factor(w), groups=groups), expected)
+
+
+@pytest.mark.parametrize("T", [1, 100, 128, 300, 700])
+def test_token_gemm_quantises_its_columns_as_a_pass_before_it_would(T):
+    g = torch.Generator().manual_seed(T)
+    a, b = (torch.randn(T, n, generator=g).to(torch.bfloat16) for n in (72, 256))
+    expected = fp8.gemm_tokens(*(fp8.qdq(t, "e4m3", (128, 1)) for t in (a, b)))
+    assert torch.equal(fp8.gemm_tokens(a, b, spec=fp8.spec("e4m3")), expected)
+    with native.eager():
+        assert torch.equal(fp8.gemm_tokens(a, b, spec=fp8.spec("e4m3")), expected)
+
+
 def test_token_gemm_sums_over_tokens():
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(333, 40, generator=g).to(torch.bfloat16), torch.randn(333, 72, generator=g).to(torch.bfloat16)
     got = fp8.gemm_tokens(a, b)
     assert (got - a.double().t() @ b.double()).abs().max() < 1e-3
-    with kernels.eager():
+    with native.eager():
         assert torch.equal(got, fp8.gemm_tokens(a, b))
     zeros = torch.zeros(51, 40, dtype=torch.bfloat16), torch.zeros(51, 72, dtype=torch.bfloat16)
     assert torch.equal(got, fp8.gemm_tokens(torch.cat([a, zeros[0]]), torch.cat([b, zeros[1]])))
