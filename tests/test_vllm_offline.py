@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl_bench import rollout_vllm, vllm_flow
+from jetrl_bench import vllm_flow, vllm_process
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.precision import make_flow
 from jetrl_bench.vllm_transfer import (
@@ -104,31 +104,31 @@ def test_unknown_transport_is_refused():
 
 
 def test_an_untested_vllm_is_refused_with_the_tested_range(monkeypatch):
-    monkeypatch.setattr(rollout_vllm, "installed", lambda name: "0.99.0" if name == "vllm" else None)
+    monkeypatch.setattr(vllm_process, "installed", lambda name: "0.99.0" if name == "vllm" else None)
     with pytest.raises(ValueError, match=r"vllm 0.99.0 is outside the tested range >=0.32,<0.33"):
-        rollout_vllm.probe()
+        vllm_process.probe()
 
 
 def test_a_vllm_that_lacks_a_part_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(rollout_vllm, "installed", lambda name: "0.32.0")
-    monkeypatch.setattr(rollout_vllm, "NEEDED", {"math": ("sqrt", "pause_generation.keep")})
+    monkeypatch.setattr(vllm_process, "installed", lambda name: "0.32.0")
+    monkeypatch.setattr(vllm_process, "NEEDED", {"math": ("sqrt", "pause_generation.keep")})
     with pytest.raises(ValueError, match=r"vLLM 0.32.0 lacks math.pause_generation.keep"):
-        rollout_vllm.probe()
+        vllm_process.probe()
 
 
 def test_no_vllm_is_refused(monkeypatch):
-    monkeypatch.setattr(rollout_vllm, "installed", lambda name: None)
+    monkeypatch.setattr(vllm_process, "installed", lambda name: None)
     with pytest.raises(ValueError, match="make vllm"):
-        rollout_vllm.probe()
+        vllm_process.probe()
 
 
 def test_importing_the_engine_does_not_import_vllm():
-    code = "import sys, jetrl_bench.rollout_vllm; assert not {'vllm', 'transformers'} & set(sys.modules)"
+    code = "import sys, jetrl_bench.rollout_vllm_async; assert not {'vllm', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_step_that_never_returns_ends_the_process_with_3():
-    code = "import time; from jetrl_bench.rollout_vllm import _Watchdog\nwith _Watchdog(0.4): time.sleep(60)"
+    code = "import time; from jetrl_bench.vllm_process import Watchdog\nwith Watchdog(0.4): time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, timeout=50)
     assert done.returncode == 3 and "did not return within 0.4 s" in done.stderr
 
