@@ -190,18 +190,25 @@ def seconds(call: Callable[[], object], device: str, least: float = 0.01) -> flo
         repeats *= 2
 
 
-def ceilings(device: str, rounds: int) -> dict[str, float]:
-    """Best of `rounds`: bf16 product FLOP/s; bytes/s (read and written) of a copy in place, of a copy into a new array,
-    and of quantise-dequantise, which makes a new array too."""
-    x = torch.randn(COPY_SHAPE, device=device).bfloat16()
+def machine(device: str, rounds: int) -> dict[str, float]:
+    """Best of `rounds`: FLOP/s of a square bf16 product, bytes/s (read and written) of a copy in place."""
+    x = torch.ones(COPY_SHAPE, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(x)
     side = 4096 if device != "cpu" else 1024
     a = torch.randn(side, side, device=device).bfloat16()
+    return {
+        "product_flops": 2 * side**3 / min(seconds(lambda: a @ a, device) for _ in range(rounds)),
+        "copy_bytes_s": 2 * x.nbytes / min(seconds(lambda: out.copy_(x), device) for _ in range(rounds)),
+    }
+
+
+def ceilings(device: str, rounds: int) -> dict[str, float]:
+    """`machine`, and best of `rounds`: bytes/s (read and written) of a copy into a new array, and of
+    quantise-dequantise, which makes a new array too."""
+    x = torch.randn(COPY_SHAPE, device=device).bfloat16()
     rule = fp8.spec("e4m3")
     moved = 2 * x.nbytes
-    found = {
-        "product_flops": 2 * side**3 / min(seconds(lambda: a @ a, device) for _ in range(rounds)),
-        "copy_bytes_s": moved / min(seconds(lambda: out.copy_(x), device) for _ in range(rounds)),
+    found = machine(device, rounds) | {
         "clone_bytes_s": moved / min(seconds(lambda: x.clone(), device) for _ in range(rounds)),
     }
     quantise = lambda: kernels.quantize_blocks(x, (1, fp8.BLOCK), rule)[0]  # noqa: E731

@@ -1,5 +1,8 @@
-# Measured on this machine, in CPU seconds. Takes every core, so that nothing runs beside it, and comes last.
+# Measured on this machine, in CPU seconds, at a small fixed shape: a step of every configured method, by phase. Takes
+# every core, so that nothing runs beside it, and comes last.
 rule speed:
+    input:
+        config="results/config.json",
     output:
         json="results/speed.json",
         table=report("results/speed.md", caption="../report/speed.rst", category="Tables"),
@@ -10,4 +13,5 @@ rule speed:
         "../envs/cpu.yaml"
     threads: workflow.cores or 1
     shell:
-        "jetrl_bench speed step --pairs 3 --steps 3 --out {output.json:q} > {log:q} 2>&1"
+        "jetrl_bench speed step --config {input.config:q} --engines reference --device cpu --new-tokens 32 --pairs 3"
+        " --out {output.json:q} > {log:q} 2>&1"
