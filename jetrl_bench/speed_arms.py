@@ -300,7 +300,7 @@ def _facts(arm: Arm, work: dict | None) -> dict:
     if arm.method is not None:
         flow, sync = arm.method.flow, arm.method.sync
         facts["rollout"], facts["train"] = (
-            "bf16" if side == "bf16" else f"{flow.format}, {flow.scale} scales, {flow.backend}"
+            f"{flow.format}, {flow.scale} scales, {flow.backend}" if side == "fp8" else side
             for side in (flow.rollout, flow.train)
         )
         facts["schedule"] = (

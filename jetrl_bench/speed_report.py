@@ -156,7 +156,7 @@ def ceiling_table(record: dict) -> Table:
 
 def sweep_table(record: dict) -> Table:
     rows: list[list[Cell]] = []
-    for axis, found in record["axes"].items():
+    for axis, found in axes_of(record).items():
         for point in found["points"]:
             reached = share_reached(record, point["median"]["bf16"], point["work"])
             rows.append(
@@ -179,7 +179,7 @@ def sweep_table(record: dict) -> Table:
         + ["bf16 rollout, share of the product", "bf16 forward, backward, share of the product"],
         rows=rows,
         glossary=[
-            ", ".join(f"{axis}: {found['counts']}" for axis, found in record["axes"].items()) + ".",
+            ", ".join(f"{axis}: {found['counts']}" for axis, found in axes_of(record).items()) + ".",
             "[ ] of seconds: median and range over rounds.",
             _RATIOS,
         ],
@@ -211,6 +211,10 @@ def arms_of(record: dict) -> dict[str, dict]:
         return kinds.index(arm["kind"]), arm["engine"], not name.endswith("bf16"), name
 
     return dict(sorted(record["arms"].items(), key=place))
+
+
+def axes_of(record: dict) -> dict[str, dict]:
+    return {axis: record["axes"][axis] for axis in ("batch", "length", "width", "depth") if axis in record["axes"]}
 
 
 def _label(name: str, arm: dict) -> str:
@@ -323,7 +327,7 @@ def sweep_figure(record: dict):
         sharex="col", sharey="row", height_ratios=[1.5, 1],
     )  # fmt: skip
     lines = ["axis,value,arm,phase,estimate,low,high"]
-    for (top, bottom), (axis, found) in zip(grid.T, record["axes"].items()):
+    for (top, bottom), (axis, found) in zip(grid.T, axes_of(record).items()):
         x = [point["value"] for point in found["points"]]
         for index, flow in enumerate(("bf16", "e4m3")):
             cells = [_spread([row[flow] for row in point["rounds"]], "step") for point in found["points"]]
