@@ -29,7 +29,7 @@ from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from jetrl_bench.config import FlowConfig
 from jetrl_bench.fp8 import BLOCK, spec
-from jetrl_bench.kernels import QuantSpec, quantize_blocks
+from jetrl_bench.quantizer import QuantSpec, quantize_blocks
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [T, K] bf16, weight [N, K] and bias [N] or None, fp32 masters or bf16) -> y [T, N] bf16, differentiable in all."""

@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 
 from jetrl_bench import record
+from jetrl_bench.checkpoint import load_hf, save_hf
 from jetrl_bench.config import BaseConfig, FlowConfig, ModelConfig, RunSettings, Strict, TaskConfig, read_yaml, validate
-from jetrl_bench.model import Batch, Decoder, init_model, load_hf, save_hf, sequence_logprobs
+from jetrl_bench.logprobs import Batch, sequence_logprobs
+from jetrl_bench.model import Decoder, init_model
 from jetrl_bench.precision import make_flow
 from jetrl_bench.rollout import ReferenceEngine, Request
 from jetrl_bench.seeds import seed_of

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 
 import torch
 
-from jetrl_bench import fp8, kernels, native
+from jetrl_bench import fp8, kernels, native, sampling
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.kernels import Heads
-from jetrl_bench.model import Batch, Decoder, Inference, init_model, prepare, run_layers, sequence_logprobs
+from jetrl_bench.layers import Inference, run_layers
+from jetrl_bench.logprobs import Batch, sequence_logprobs
+from jetrl_bench.model import Decoder, init_model, prepare
 from jetrl_bench.precision import make_flow
 from jetrl_bench.rollout import Completion, ReferenceEngine, Request
 
@@ -172,7 +174,7 @@ def mixed_cache_logprobs(models, flow, token_ids: list[int], prompt_len: int, bo
         h, delta = run_layers(cfg, weights, ids, ops, attend)
     y = ops.norm(h[prompt_len - 1 :], delta[prompt_len - 1 :], weights.norm, cfg.norm_eps)[1]
     tokens = torch.tensor(token_ids[prompt_len:])
-    return kernels.token_logprobs(ops.head(y, weights.head), tokens, temperature, full=False)[0]
+    return sampling.token_logprobs(ops.head(y, weights.head), tokens, temperature, full=False)[0]
 
 
 def inflight(config: FlowConfig, kv: str, *, swap_at: int) -> tuple[str, bool, str]:

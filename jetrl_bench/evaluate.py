@@ -171,7 +171,7 @@ def sample_task(unit: Unit, config: EvaluateConfig, data: Path) -> list[SampleRo
 
 def complete(weights: Path, flow: FlowConfig, requests: list, engine: str = "reference") -> list:
     """Completions of requests, in their order, from the checkpoint in this precision."""
-    from jetrl_bench.model import load_hf
+    from jetrl_bench.checkpoint import load_hf
     from jetrl_bench.precision import make_flow
 
     config, vocab_size, state = load_hf(weights)

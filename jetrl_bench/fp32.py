@@ -8,7 +8,7 @@ Gradients are torch's own. Shapes as in kernels.py.
 import torch
 import torch.nn.functional as F
 
-from jetrl_bench import kernels
+from jetrl_bench import lanes
 from jetrl_bench.kernels import Heads, KVCache, check_length, lane_matmul, lane_sum, rotate
 
 ROWS = 64
@@ -16,11 +16,11 @@ ROWS = 64
 
 
 class _Exp(torch.autograd.Function):
-    """kernels.exp, which reads bits, with the derivative of e^x."""
+    """lanes.exp, which reads bits, with the derivative of e^x."""
 
     @staticmethod
     def forward(ctx, x):
-        y = kernels.exp(x)
+        y = lanes.exp(x)
         ctx.save_for_backward(y)
         return y
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from jetrl_bench import kernels, native
+from jetrl_bench import kernels, native, quantizer, sampling
 from jetrl_bench.config import nearest
-from jetrl_bench.kernels import QuantSpec, RowGroups
+from jetrl_bench.quantizer import QuantSpec, RowGroups
 
 BLOCK = 128
 
@@ -126,7 +126,7 @@ def quantize(
     """Quantise [R, C] to one-byte codes and scales; NaN and inf are refused."""
     if not bool(torch.isfinite(x).all()):
         raise ValueError(f"cannot quantise to {format}: the tensor holds NaN or inf")
-    values, scales = kernels.quantize_blocks(x, block, spec(format, scale, rule), dequantize=False, want_scales=True)
+    values, scales = quantizer.quantize_blocks(x, block, spec(format, scale, rule), dequantize=False, want_scales=True)
     return Quantized(encode(values, format), scales, (min(block[0], x.shape[0]), min(block[1], x.shape[1])), format)
 
 
@@ -135,7 +135,7 @@ def qdq(
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:  # fmt: skip
     """Quantise and dequantise [R, C]; with fp32 scales only dtype fp32 holds the product unrounded."""
-    return kernels.quantize_blocks(x, block, spec(format, scale, rule), dtype=dtype)[0]
+    return quantizer.quantize_blocks(x, block, spec(format, scale, rule), dtype=dtype)[0]
 
 
 def expand_scales(scales: torch.Tensor, block: tuple[int, int], shape) -> torch.Tensor:
@@ -174,7 +174,7 @@ def encode(values: torch.Tensor, format: str) -> torch.Tensor:
 def uniform_noise(shape: tuple[int, int], seed: int) -> torch.Tensor:
     """Counter-based uniforms in [0, 1) with 24 bits for stochastic rounding: element i of stream `seed`."""
     n = math.prod(shape)
-    u = kernels.uniform(torch.full((n,), seed, dtype=torch.int64), torch.arange(n))
+    u = sampling.uniform(torch.full((n,), seed, dtype=torch.int64), torch.arange(n))
     return (torch.floor(u * 2**24) * 2.0**-24).float().view(shape)
 
 
@@ -232,7 +232,7 @@ def gemm(
     if native.library_for(x) is not None and gemm_isa() == "amx":
         return kernels.gemm(x, w.packed(), w.rows, x_scales, w.scales, bias, dtype, groups)
     if groups is not None:
-        parts = [kernels.quantize_blocks(p, (1, groups.width), groups.spec)[0] for p in x.split(groups.parts, 1)]
+        parts = [quantizer.quantize_blocks(p, (1, groups.width), groups.spec)[0] for p in x.split(groups.parts, 1)]
         x = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     values = w.values.t() if w.transposed else w.values
     total = None
@@ -259,7 +259,7 @@ def gemm_tokens(
     if native.library_for(a) is not None and gemm_isa() == "amx":
         return kernels.gemm_tokens(a, b, a_scales, b_scales, spec)
     if spec is not None:
-        a, b = (kernels.quantize_blocks(t, (BLOCK, 1), spec)[0] for t in (a, b))
+        a, b = (quantizer.quantize_blocks(t, (BLOCK, 1), spec)[0] for t in (a, b))
     return gemm(a.t(), Factor(b, b_scales, transposed=True), x_scales=a_scales, dtype=torch.float32)
 
 

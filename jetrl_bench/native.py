@@ -1,7 +1,7 @@
 """The compiled kernels: csrc/*.c, built at first use by the machine's C compiler, and the switch to do without them.
 
-Every compiled function is defined by torch code (kernels.py) that gives the same bits; without a working compiler that
-code runs.
+Every compiled function is defined by torch code (kernels.py, quantizer.py, sampling.py) that gives the same bits;
+without a working compiler that code runs.
 """
 
 import contextlib

@@ -33,10 +33,10 @@ from typing import NamedTuple
 
 import torch
 
-from jetrl_bench import backends, fp8, fp32, kernels
+from jetrl_bench import backends, fp8, fp32, quantizer
 from jetrl_bench.config import FlowConfig
 from jetrl_bench.fp8 import Factor
-from jetrl_bench.kernels import QuantSpec, RowGroups
+from jetrl_bench.quantizer import QuantSpec, RowGroups
 
 
 class Side(NamedTuple):
@@ -95,7 +95,7 @@ def prepare_weight(
         return Weight(bf16, Factor(bf16), [], sizes, bias, True, masters, real)
     for part in parts:
         block = fp8.block_of(side.weight_groups, part.shape, weight=True)
-        values, scale = kernels.quantize_blocks(part, block, spec, dequantize=spec.pow2, want_scales=not spec.pow2)
+        values, scale = quantizer.quantize_blocks(part, block, spec, dequantize=spec.pow2, want_scales=not spec.pow2)
         operands.append(values)
         if scale is not None:
             scales.append(_per_block(scale, block, part.shape))
@@ -118,7 +118,7 @@ def _per_block(scale: torch.Tensor, block: tuple[int, int], shape) -> torch.Tens
 def _quantized_rows(x: torch.Tensor, groups: str, spec: QuantSpec):
     """bf16 [T, C] grouped along C -> codes and scales [T, ceil C / 128]."""
     block = fp8.block_of(groups, x.shape)
-    codes, scale = kernels.quantize_blocks(x, block, spec, dequantize=False, want_scales=True)
+    codes, scale = quantizer.quantize_blocks(x, block, spec, dequantize=False, want_scales=True)
     return codes, _per_block(scale, block, x.shape)
 
 
@@ -136,7 +136,7 @@ def linear(x: torch.Tensor, weight: Weight, side: Side) -> torch.Tensor:
         return fp8.gemm(x, weight.forward, bias=weight.bias)
     if side.forward.pow2:
         if side.activation_groups == "tensor":
-            return fp8.gemm(kernels.quantize_blocks(x, x.shape, side.forward)[0], weight.forward, bias=weight.bias)
+            return fp8.gemm(quantizer.quantize_blocks(x, x.shape, side.forward)[0], weight.forward, bias=weight.bias)
         return fp8.gemm(
             x, weight.forward, bias=weight.bias, groups=_row_groups(side.activation_groups, side.forward, (x.shape[1],))
         )
@@ -158,7 +158,7 @@ class Linear(torch.autograd.Function):
         ctx.weight, ctx.flow, ctx.is_head = weight, flow, is_head
         if weight.quantized and config.wgrad_input == "from_saved_fp8" and not config.forward_only:
             block = fp8.block_of(side.activation_groups, x.shape)
-            codes, scales = kernels.quantize_blocks(x, block, side.forward, dequantize=False, want_scales=True)
+            codes, scales = quantizer.quantize_blocks(x, block, side.forward, dequantize=False, want_scales=True)
             ctx.save_for_backward(fp8.encode(codes, config.format), scales)
             ctx.block = (min(block[0], x.shape[0]), min(block[1], x.shape[1]))
         else:
@@ -178,7 +178,7 @@ class Linear(torch.autograd.Function):
             dy = dy.to(torch.bfloat16)
         dx = dgrad(dy, weight, flow, quantized=quantized)
         if config.grad_transport == "fp8" and not ctx.is_head:
-            dx = kernels.quantize_blocks(dx, (1, fp8.BLOCK), flow.grad)[0]
+            dx = quantizer.quantize_blocks(dx, (1, fp8.BLOCK), flow.grad)[0]
         dw = wgrad(dy, x, weight, flow) if quantized else fp8.gemm_tokens(dy, x)
         if config.wgrad_output == "bf16":
             dw = dw.to(torch.bfloat16).float()
@@ -278,14 +278,14 @@ class PrecisionFlow:
         if self.config.rounding == "stochastic":
             noise = fp8.uniform_noise(x.shape, self._noise_count)
             self._noise_count += 1
-        out, scales = kernels.quantize_blocks(
+        out, scales = quantizer.quantize_blocks(
             x, block, self.grad, dequantize=dequantize, dtype=dtype, noise=noise, want_scales=not dequantize
         )
         return out if dequantize else (out, scales)
 
     def quantize_input(self, x, block, *, dequantize=True, dtype=torch.bfloat16):
         """The wgrad's other operand: to nearest even."""
-        out, scales = kernels.quantize_blocks(
+        out, scales = quantizer.quantize_blocks(
             x, block, self.grad, dequantize=dequantize, dtype=dtype, want_scales=not dequantize
         )
         return out if dequantize else (out, scales)

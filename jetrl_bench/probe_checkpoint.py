@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from jetrl_bench import native
+from jetrl_bench.checkpoint import load_hf
 from jetrl_bench.config import FlowConfig, TaskConfig, nearest, registry, validate
 from jetrl_bench.diagnostics import exact_kl
 from jetrl_bench.fp8 import gemm_isa, spec
-from jetrl_bench.model import Batch, Decoder, load_hf, sequence_logprobs
+from jetrl_bench.logprobs import Batch, sequence_logprobs
+from jetrl_bench.model import Decoder
 from jetrl_bench.precision import make_flow
 from jetrl_bench.probe_report import Comparison, ProbeRecord, Tokens, compare
 from jetrl_bench.provenance import source_hash

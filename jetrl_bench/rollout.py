@@ -19,10 +19,11 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from jetrl_bench import kernels
+from jetrl_bench import kernels, sampling
 from jetrl_bench.config import ModelConfig
 from jetrl_bench.kernels import Heads, KVCache
-from jetrl_bench.model import Inference, check_manifest, manifest, prepare, rope_table, run_layers
+from jetrl_bench.layers import Inference, run_layers
+from jetrl_bench.model import check_manifest, manifest, prepare, rope_table
 from jetrl_bench.precision import PrecisionFlow
 
 PREFILL_TOKENS = 8192
@@ -201,7 +202,7 @@ class ReferenceEngine:
         y = self._ops.norm(h, delta, self._weights.norm, self.cfg.norm_eps)[1]
         logits = self._ops.head(y, self._weights.head)
         full = torch.empty(R, self.vocab_size, dtype=torch.float32) if self.record_full else None
-        kernels.sample(logits, self._temperatures, self._seeds, self._counts, self._last, self._logprobs, full)
+        sampling.sample(logits, self._temperatures, self._seeds, self._counts, self._last, self._logprobs, full)
         self._positions += 1
         self._counts += 1
         tokens = self._last.tolist()

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from jetrl_bench.checkpoint import load_hf
 from jetrl_bench.clock import Clock, Units
 from jetrl_bench.config import RunSettings
 from jetrl_bench.learner import Learner
-from jetrl_bench.model import Decoder, load_hf
+from jetrl_bench.model import Decoder
 from jetrl_bench.precision import make_flow
 from jetrl_bench.record import StepRow, TimingRow
 from jetrl_bench.rollout import ReferenceEngine

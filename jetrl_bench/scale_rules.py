@@ -10,7 +10,7 @@ import sys
 import torch
 
 from jetrl_bench.fp8 import RULES, spec
-from jetrl_bench.kernels import quantize_blocks
+from jetrl_bench.quantizer import quantize_blocks
 
 POW2 = ["te_pow2", "vllm_ue8m0", "deepgemm_ue8m0"]
 FP32 = ["vllm_fp32", "deepgemm_fp32", "te_fp32", "torchao"]

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from jetrl_bench.checkpoint import load_hf, save_hf
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.devices import environment, installed
-from jetrl_bench.model import Decoder, init_model, load_hf, save_hf
+from jetrl_bench.model import Decoder, init_model
 from jetrl_bench.precision import make_flow
 from jetrl_bench.record import write_json, write_text
 from jetrl_bench.rollout import ReferenceEngine, Request

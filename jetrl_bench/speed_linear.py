@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_bench import backends, fp8, kernels, native, precision
+from jetrl_bench import backends, fp8, native, precision, quantizer
 from jetrl_bench.config import FlowConfig
 from jetrl_bench.probe_report import to_csv
 from jetrl_bench.record import write_json, write_text
@@ -98,8 +98,8 @@ def operators(name: str, o: Operands) -> dict[str, Callable[[], Tensor]]:
             return found | {"WGrad": lambda: fp8.gemm_tokens(o.dy_TN, o.x_TK)}
         return found | {
             "WGrad": lambda: precision.wgrad(o.dy_TN, o.x_TK, weight, flow),
-            "quantise X": lambda: kernels.quantize_blocks(o.x_TK, (1, fp8.BLOCK), side.forward)[0],
-            "quantise W": lambda: kernels.quantize_blocks(weight.bf16, (fp8.BLOCK, fp8.BLOCK), side.forward)[0],
+            "quantise X": lambda: quantizer.quantize_blocks(o.x_TK, (1, fp8.BLOCK), side.forward)[0],
+            "quantise W": lambda: quantizer.quantize_blocks(weight.bf16, (fp8.BLOCK, fp8.BLOCK), side.forward)[0],
         }
     if config.backend == "torch":
         rule = fp8.spec("e4m3", config.scale)
@@ -211,7 +211,7 @@ def ceilings(device: str, rounds: int) -> dict[str, float]:
     found = machine(device, rounds) | {
         "clone_bytes_s": moved / min(seconds(lambda: x.clone(), device) for _ in range(rounds)),
     }
-    quantise = lambda: kernels.quantize_blocks(x, (1, fp8.BLOCK), rule)[0]  # noqa: E731
+    quantise = lambda: quantizer.quantize_blocks(x, (1, fp8.BLOCK), rule)[0]  # noqa: E731
     if device == "cpu" and native.backend() == "compiled":
         found["qdq_compiled_bytes_s"] = moved / min(seconds(quantise, device) for _ in range(rounds))
         fast = quantise()

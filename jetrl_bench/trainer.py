@@ -15,8 +15,9 @@ from torch import Tensor
 
 from jetrl_bench.config import RunSettings
 from jetrl_bench.errors import NotFinite
+from jetrl_bench.logprobs import Batch, nonfinite_gradient, sequence_logprobs
 from jetrl_bench.loss import LossBatch, policy_loss, reject, totals_of
-from jetrl_bench.model import Batch, Decoder, nonfinite_gradient, sequence_logprobs
+from jetrl_bench.model import Decoder
 from jetrl_bench.rollout import Completion
 from jetrl_bench.seeds import seed_of
 

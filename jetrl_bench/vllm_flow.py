@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from jetrl_bench.checkpoint import hf_config
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.fp8 import BLOCK, quantize
-from jetrl_bench.model import hf_config
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from jetrl_bench import kernels
+from jetrl_bench import quantizer
 from jetrl_bench.config import FlowConfig, validate
 from jetrl_bench.precision import Weight, head, linear, make_flow, prepare_weight
 from jetrl_bench.vllm_transfer import check_manifest, from_wire, open_receiver, unpack
@@ -81,7 +81,7 @@ class FlowQuantConfig(QuantizationConfig):
         """Keys and values as the flow's attention reads them: one group per token and head, kept in bf16."""
         query, *kv = arguments
         size = layer.head_size
-        kv = [kernels.quantize_blocks(t.reshape(-1, size), (1, size), self.side.kv)[0].view_as(t) for t in kv]
+        kv = [quantizer.quantize_blocks(t.reshape(-1, size), (1, size), self.side.kv)[0].view_as(t) for t in kv]
         return (query, *kv)
 
 

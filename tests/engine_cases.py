@@ -2,9 +2,10 @@
 
 import torch
 
+from jetrl_bench.checkpoint import hf_config
 from jetrl_bench.config import ModelConfig
 from jetrl_bench.conformance import Subject
-from jetrl_bench.model import Decoder, hf_config, init_model
+from jetrl_bench.model import Decoder, init_model
 
 CFG = ModelConfig(max_position=256)
 VOCAB = 304

@@ -13,7 +13,8 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from jetrl_bench import backends, fp8, hardware_check
 from jetrl_bench.config import FlowConfig, ModelConfig
-from jetrl_bench.model import Batch, init_model, sequence_logprobs
+from jetrl_bench.logprobs import Batch, sequence_logprobs
+from jetrl_bench.model import init_model
 from jetrl_bench.precision import make_flow
 
 SIZES = [(30, 200, 300), (128, 256, 384), (1, 128, 640), (130, 48, 128)]  # T, N, K

@@ -7,7 +7,7 @@ from test_model import SHAPES, random_batch, random_model
 
 from jetrl_bench import check, conformance
 from jetrl_bench.config import FlowConfig, ModelConfig
-from jetrl_bench.model import sequence_logprobs
+from jetrl_bench.logprobs import sequence_logprobs
 from jetrl_bench.precision import make_flow
 from jetrl_bench.rollout import ReferenceEngine
 

@@ -9,7 +9,7 @@ from gfloat.formats import format_info_ocp_e2m1, format_info_ocp_e3m2, format_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_bench import fp8, kernels, native
+from jetrl_bench import fp8, native, quantizer
 
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m2": 28.0, "e4m1": 384.0, "e2m1": 6.0}
 TYPES = {
@@ -32,7 +32,7 @@ def every_bf16() -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, format: str) -> torch.Tensor:
-    return kernels.round_to_format(x, fp8.spec(format))
+    return quantizer.round_to_format(x, fp8.spec(format))
 
 
 @pytest.mark.parametrize("format", TYPES)
@@ -86,9 +86,9 @@ def test_compiled_and_eager_quantisation_agree_and_pow2_is_exact_in_bf16(values,
     x = torch.tensor([values]).to(torch.bfloat16)
     for scale in ("pow2", "fp32"):
         s = fp8.spec(format, scale)
-        got = kernels.quantize_blocks(x, (1, 128), s, want_scales=True)
+        got = quantizer.quantize_blocks(x, (1, 128), s, want_scales=True)
         with native.eager():
-            eager = kernels.quantize_blocks(x, (1, 128), s, want_scales=True)
+            eager = quantizer.quantize_blocks(x, (1, 128), s, want_scales=True)
         assert torch.equal(got[0], eager[0]) and torch.equal(got[1], eager[1])
     q = fp8.quantize(x, format, (1, 128))
     exact = q.values().double() * fp8.expand_scales(q.scales, q.block, x.shape).double()
@@ -110,9 +110,9 @@ def test_rounding_on_words_is_the_definition(format, rule):
         words[70:, 190] = 0x7F80 if width == 3 else 0
         x = torch.where(words > 32767, words - 65536, words).to(torch.int16).view(torch.bfloat16)
         for block in ((1, 128), (128, 1), (1, 224)):
-            got = kernels.quantize_blocks(x, block, s, want_scales=True)
+            got = quantizer.quantize_blocks(x, block, s, want_scales=True)
             with native.eager():
-                eager = kernels.quantize_blocks(x, block, s, want_scales=True)
+                eager = quantizer.quantize_blocks(x, block, s, want_scales=True)
             finite = torch.isfinite(eager[0])
             assert torch.equal(torch.isfinite(got[0]), finite)
             assert torch.equal(got[0][finite].view(torch.int16), eager[0][finite].view(torch.int16))
@@ -170,7 +170,7 @@ def test_stochastic_rounding_is_unbiased_and_repeatable():
     x = torch.full((64, 128), 1.03)
     x[:, 0] = 448
     noise = fp8.uniform_noise((64, 128), seed=3)
-    y = kernels.quantize_blocks(x, (1, 128), fp8.spec("e4m3"), dtype=torch.float32, noise=noise)[0][:, 1:]
+    y = quantizer.quantize_blocks(x, (1, 128), fp8.spec("e4m3"), dtype=torch.float32, noise=noise)[0][:, 1:]
     assert set(y.flatten().tolist()) == {1.0, 1.125} and abs(y.mean().item() - 1.03) < 0.002
     assert torch.equal(noise, fp8.uniform_noise((64, 128), seed=3))
 
@@ -215,7 +215,7 @@ def test_gemm_quantises_its_rows_as_a_pass_before_it_would(M, parts, width):
     x, w = torch.randn(M, K, generator=g).to(torch.bfloat16), torch.randn(40, K, generator=g).to(torch.bfloat16)
     passed = torch.cat([fp8.qdq(p, "e4m3", (1, width)) for p in x.split(parts, 1)], 1)
     assert not torch.equal(passed, x)
-    groups = kernels.RowGroups(s, parts, width)
+    groups = quantizer.RowGroups(s, parts, width)
     expected = fp8.gemm(passed, fp8.Factor(w))
     assert torch.equal(fp8.gemm(x, fp8.Factor(w), groups=groups), expected)
     with native.eager():

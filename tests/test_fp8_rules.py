@@ -7,7 +7,7 @@ import torch
 
 from jetrl_bench import scale_rules
 from jetrl_bench.fp8 import RULES, quantize, spec
-from jetrl_bench.kernels import quantize_blocks
+from jetrl_bench.quantizer import quantize_blocks
 
 F = np.float32
 MAX = F(448)

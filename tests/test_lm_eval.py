@@ -258,9 +258,10 @@ def test_one_antlr_and_no_hydra(repository):
 
 def test_a_checkpoint_through_the_reference_engine(small_data, tmp_path, capfd):
     """A checkpoint in a byte vocabulary and one with a tokenizer of its own; equal seeds, equal rows."""
+    from jetrl_bench.checkpoint import save_hf
     from jetrl_bench.config import FlowConfig, ModelConfig
     from jetrl_bench.evaluate import Unit
-    from jetrl_bench.model import init_model, save_hf
+    from jetrl_bench.model import init_model
     from jetrl_bench.tasks import EOS_ID, VOCAB_SIZE
 
     shape = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32)

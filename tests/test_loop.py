@@ -9,9 +9,10 @@ import torch
 
 from jetrl_bench import __main__ as cli_main
 from jetrl_bench import base, learner, loop, record, state
+from jetrl_bench.checkpoint import load_hf, save_hf
 from jetrl_bench.config import Method, ModelConfig, RunSettings, merge
 from jetrl_bench.methods import concurrent, conventional, fp8_rollout_tis, jetrl, pipelinerl
-from jetrl_bench.model import Decoder, init_model, load_hf, save_hf
+from jetrl_bench.model import Decoder, init_model
 from jetrl_bench.rollout import ReferenceEngine
 from jetrl_bench.tasks import VOCAB_SIZE, ChainTask, Verdict
 

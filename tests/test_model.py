@@ -5,18 +5,11 @@ import json
 import pytest
 import torch
 
+from jetrl_bench.checkpoint import load_hf, save_hf
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.errors import NotFinite
-from jetrl_bench.model import (
-    Batch,
-    Decoder,
-    init_model,
-    load_hf,
-    manifest,
-    nonfinite_gradient,
-    save_hf,
-    sequence_logprobs,
-)
+from jetrl_bench.logprobs import Batch, nonfinite_gradient, sequence_logprobs
+from jetrl_bench.model import Decoder, init_model, manifest
 from jetrl_bench.precision import make_flow
 
 V = 96

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jetrl_bench import fp8, kernels, precision
+from jetrl_bench import fp8, precision, quantizer
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.model import init_model
 from jetrl_bench.precision import make_flow, prepare_weight
@@ -35,7 +35,7 @@ def test_the_bf16_master_is_what_is_quantised():
     from_master = prepare_weight([w], [], side, quantized=True)
     from_bf16 = prepare_weight([w.to(torch.bfloat16)], [], side, quantized=True)
     assert torch.equal(from_master.forward.values, from_bf16.forward.values)
-    direct = kernels.quantize_blocks(w, (128, 128), side.forward)[0]
+    direct = quantizer.quantize_blocks(w, (128, 128), side.forward)[0]
     assert (direct != from_master.forward.values).float().mean() > 0.005  # quantising fp32 masters is another flow
 
 

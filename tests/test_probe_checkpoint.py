@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from jetrl_bench import probe, probe_checkpoint, probe_grid, probe_report, smollm2, tasks
+from jetrl_bench.checkpoint import save_hf
 from jetrl_bench.config import FlowConfig, ModelConfig
-from jetrl_bench.model import init_model, save_hf
+from jetrl_bench.model import init_model
 from jetrl_bench.probe_checkpoint import Sampling, parse_flow
 
 SAMPLING = Sampling(max_tokens=24)
@@ -81,7 +82,7 @@ def test_terms_are_told_apart(checkpoint, prompts):
 
 def test_kl_and_flips_are_those_of_the_whole_distributions(checkpoint, prompts):
     """Against numpy, from a model pass of each flow over the same tokens."""
-    from jetrl_bench.model import sequence_logprobs
+    from jetrl_bench.logprobs import sequence_logprobs
     from jetrl_bench.precision import make_flow
     from jetrl_bench.trainer import collate
 

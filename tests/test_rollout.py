@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from jetrl_bench import kernels
+from jetrl_bench import sampling
 from jetrl_bench.check import VOCAB, to_batch, trained
 from jetrl_bench.config import FlowConfig, ModelConfig
-from jetrl_bench.model import sequence_logprobs
+from jetrl_bench.logprobs import sequence_logprobs
 from jetrl_bench.precision import make_flow
 from jetrl_bench.rollout import ReferenceEngine, Request
 
@@ -75,7 +75,7 @@ def test_draws_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0, 0.5]]).expand(40000, 5).contiguous()
     tokens, logprobs = torch.empty(40000, dtype=torch.int64), torch.empty(40000)
     seeds, zeros = torch.arange(40000) * 7919, torch.zeros(40000, dtype=torch.int64)
-    kernels.sample(logits, torch.full((40000,), 0.7), seeds, zeros, tokens, logprobs, None)
+    sampling.sample(logits, torch.full((40000,), 0.7), seeds, zeros, tokens, logprobs, None)
     p = (logits[0] / 0.7).softmax(-1)
     share = torch.bincount(tokens, minlength=5) / 40000
     assert (share - p).abs().max() < 0.01 and share[2] == 0
@@ -84,7 +84,7 @@ def test_draws_follow_the_distribution():
 
 def test_uniforms_are_uniform_in_seed_and_index():
     for seeds, counts in ((torch.arange(20000), torch.zeros(20000)), (torch.zeros(20000), torch.arange(20000))):
-        u = kernels.uniform(seeds.long(), counts.long())
+        u = sampling.uniform(seeds.long(), counts.long())
         assert abs(u.mean() - 0.5) < 0.01 and abs(u.var() - 1 / 12) < 0.002 and 0 <= u.min() and u.max() < 1
 
 

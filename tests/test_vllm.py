@@ -17,11 +17,11 @@ if importlib.util.find_spec("vllm") is None:
 
 from engine_cases import CFG, VOCAB, Policies, policy  # noqa: E402
 
-from jetrl_bench import conformance, fp8, kernels, precision  # noqa: E402
+from jetrl_bench import conformance, fp8, precision, quantizer  # noqa: E402
 from jetrl_bench.config import FlowConfig, ModelConfig  # noqa: E402
 from jetrl_bench.conformance import CHECKS, requests, run  # noqa: E402
 from jetrl_bench.errors import WorkerDied  # noqa: E402
-from jetrl_bench.model import Batch, sequence_logprobs  # noqa: E402
+from jetrl_bench.logprobs import Batch, sequence_logprobs  # noqa: E402
 from jetrl_bench.precision import make_flow  # noqa: E402
 from jetrl_bench.rollout import Request  # noqa: E402
 from jetrl_bench.rollout_vllm import VLLMEngine  # noqa: E402
@@ -326,7 +326,7 @@ def test_the_plugin_quantises_keys_and_values_per_token_and_head(policies, engin
         for t in range(5):
             for h in range(CFG.num_heads):
                 part = before[t : t + 1, h * CFG.head_dim : (h + 1) * CFG.head_dim]
-                expected = kernels.quantize_blocks(part.contiguous(), (1, CFG.head_dim), spec)[0]
+                expected = quantizer.quantize_blocks(part.contiguous(), (1, CFG.head_dim), spec)[0]
                 assert torch.equal(after[t : t + 1, h * CFG.head_dim : (h + 1) * CFG.head_dim], expected)
     assert torch.equal(got[0], q) and not torch.equal(got[1], k)
     vllm, other, effect = gaps(policies, engine, flow)

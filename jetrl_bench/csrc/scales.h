@@ -2,7 +2,7 @@
 #define SCALES_H
 #include "vectors.h"
 
-typedef struct { /* mirrors kernels.QuantSpec */
+typedef struct { /* mirrors quantizer.QuantSpec */
     int32_t mantissa, emin, form, pow2, apply, unused;
     float max, inv_max, amax_floor, scale_floor;
 } Spec;
