@@ -126,7 +126,8 @@ def _transformers(job: Job, device: str, scratch: Path) -> Arm:
         return arm
     import torch
 
-    from jetrl_bench.model import init_model, save_hf
+    from jetrl_bench.checkpoint import save_hf
+    from jetrl_bench.model import init_model
     from jetrl_bench.speed_engines import transformers_generate
     from jetrl_bench.speed_step import Watch
 
