@@ -129,10 +129,14 @@ class Evaluator:
 
 @functools.cache
 def _heldout(task: TaskConfig, tokenizer: Path | None, count: int) -> tuple:
-    """The task and its held-out problems, the same for every checkpoint of a process."""
+    """The task and its held-out problems, the same for every checkpoint of a process.
+
+    `tokenizer`: folder of a pretrained model's tokenizer; None where the vocabulary is the task's own, so that the
+    warm-up checkpoints of all seeds share their problems.
+    """
     from jetrl_bench.tasks import load_tokenizer, make_task
 
-    made = make_task(task, load_tokenizer(tokenizer))
+    made = make_task(task, None if tokenizer is None else load_tokenizer(tokenizer))
     return made, made.problems("heldout", count, PROBLEM_SEED)
 
 
@@ -140,7 +144,8 @@ def sample_task(unit: Unit, config: EvaluateConfig, data: Path) -> list[SampleRo
     """One answer to each held-out problem of the training task."""
     from jetrl_bench.rollout import Request
 
-    task, problems = _heldout(unit.task, unit.tokenizer, config.problems)
+    tokenizer = unit.tokenizer if (unit.tokenizer / "tokenizer.json").exists() else None
+    task, problems = _heldout(unit.task, tokenizer, config.problems)
     requests = [
         Request(
             request_id=number,

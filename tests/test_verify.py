@@ -606,3 +606,25 @@ def test_bad_case_files_are_named(tmp_path, capsys, line, message):
         _run(path, capsys)
     with pytest.raises(ValueError, match="No such file"):
         _run(tmp_path / "missing.jsonl", capsys)
+
+
+def test_golds_are_checked_once_and_again_when_one_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = []
+    monkeypatch.setattr(verify_module, "self_check", lambda problems, rule: seen.append((tuple(problems), rule)))
+    golds, rule = [("a", "1"), ("b", "2")], RULES["aime_2024"]
+    for _ in range(2):
+        assert verify_module.self_check_once(golds, rule) == 2
+    assert len(seen) == 1
+    verify_module.self_check_once([("a", "1"), ("b", "3")], rule)
+    verify_module.self_check_once(golds, RULES["math_500"])
+    monkeypatch.setattr(verify_module, "REVISION", verify_module.REVISION + 1)
+    verify_module.self_check_once(golds, rule)
+    assert len(seen) == 4
+
+
+def test_a_failed_check_of_golds_is_not_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="1000"):
+            verify_module.self_check_once([("a", "1000")], RULES["aime_2024"])

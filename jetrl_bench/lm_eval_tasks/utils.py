@@ -3,7 +3,7 @@
 from functools import cache
 
 from jetrl_bench import data
-from jetrl_bench.verify import RULES, Verdict, after_thought, self_check, verify_many
+from jetrl_bench.verify import RULES, Verdict, after_thought, self_check_once, verify_many
 
 
 @cache
@@ -12,7 +12,7 @@ def _documents(name: str, folder: str | None):
 
     rows = data.load(name, folder).rows
     golds = data.golds(name, rows)
-    self_check(golds, RULES[name])
+    self_check_once(golds, RULES[name])
     column = data.data_set(name).problem_column
     documents = [
         {"task": name, "name": row_name, "problem": row[column], "gold": gold}
