@@ -205,7 +205,7 @@ def read_rows(path: Path, model: type[Row]) -> list[Row]:
         raise ValueError(f"{path}: {error.strerror}") from None
     if text and not text.endswith("\n"):
         raise ValueError(f"{path}: truncated: the last line has no line end")
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             rows.append(model.model_validate_json(line))
         except ValidationError as error:

@@ -10,7 +10,7 @@ from jetrl_bench.model import Decoder
 from jetrl_bench.precision import make_flow
 from jetrl_bench.record import StepRow, TimingRow
 from jetrl_bench.rollout import ReferenceEngine
-from jetrl_bench.schedule import Ledger, Submitter, best_split
+from jetrl_bench.schedule import Ledger, Submitter, best_split, expected_lengths
 from jetrl_bench.tasks import load_tokenizer, make_task
 from jetrl_bench.trainer import Trainer
 from jetrl_bench.weight_sync import make_sync
@@ -37,7 +37,7 @@ class Run:
         flow = make_flow(settings.method.flow)
         self.trainer = Trainer(settings, model, flow)
         self.clock, self.ledger = Clock(), Ledger(train.group_size)
-        self.split = best_split(settings, self.task)
+        self.split = best_split(settings, expected_lengths(self.task, train.max_tokens))
         self.sync = make_sync(settings.method.sync, train, Units(settings.cost), self.clock, self.split)
         record_full = vocab_size <= EXACT_KL_VOCABULARY and train.engine == "reference"
         max_len = min(self.task.longest_prompt(), train.max_prompt_tokens) + train.max_tokens

@@ -251,12 +251,12 @@ def dry_run(settings: RunSettings, split: tuple[int, int], lengths: list[int], o
     raise AssertionError
 
 
-def expected_lengths(task: Task, count: int = 512) -> list[int]:
+def expected_lengths(task: Task, max_tokens: int, count: int = 512) -> list[int]:
     """Response lengths of a fixed stream of problems, the same for every seed."""
-    return [task.response_tokens(problem) for problem in task.problems("train", count, 0)]
+    return [min(task.response_tokens(problem), max_tokens) for problem in task.problems("train", count, 0)]
 
 
-def best_split(settings: RunSettings, task: Task) -> tuple[int, int]:
+def best_split(settings: RunSettings, lengths: list[int]) -> tuple[int, int]:
     """(generating, training) accelerators: all for both where they alternate, else the fastest split of a dry run."""
     cost, sync = settings.cost, settings.method.sync
     if sync.schedule == "barrier":
@@ -269,6 +269,5 @@ def best_split(settings: RunSettings, task: Task) -> tuple[int, int]:
             )
         return cost.generation_accelerators, cost.accelerators - cost.generation_accelerators
     steps = max(32 // sync.updates_per_rollout, 2) * sync.updates_per_rollout
-    lengths = [min(length, settings.train.max_tokens) for length in expected_lengths(task)]
     splits = [(count, cost.accelerators - count) for count in range(1, cost.accelerators)]
     return min(splits, key=lambda split: dry_run(settings, split, lengths, steps).now["trainer"])

@@ -101,12 +101,18 @@ class RunRecord:
             return [[rows[i] for i in sorted(rows)] for _, rows in sorted(problems.items())]
         return None
 
+    @cached_property
+    def _scores(self) -> dict[tuple[str, str, str], np.ndarray | None]:
+        return {}
+
     def scores(self, task: str, flow: str, checkpoint: str = "final") -> np.ndarray | None:
-        """Scores [P, K], 1.0 for correct."""
-        answers = self.answers(task, flow, checkpoint)
-        if answers is None:
-            return None
-        return np.array([[float(row.status == "correct") for row in rows] for rows in answers])
+        """Scores [P, K], 1.0 for correct; every table asks for them, so they are kept."""
+        key = (task, flow, checkpoint)
+        if key not in self._scores:
+            answers = self.answers(*key)
+            correct = answers and [[float(row.status == "correct") for row in rows] for rows in answers]
+            self._scores[key] = None if correct is None else np.array(correct)
+        return self._scores[key]
 
     def accuracy(self, flow: str, checkpoint: str = "final") -> float | None:
         """Held-out accuracy on the training task."""

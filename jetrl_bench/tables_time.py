@@ -261,12 +261,10 @@ def sensitivity(study: Study) -> Table:
     from jetrl_bench.schedule import best_split, dry_run, expected_lengths
     from jetrl_bench.tasks import make_task
 
-    def units(settings: RunSettings, factors: dict[str, float]) -> tuple[float, str]:
+    def units(settings: RunSettings, lengths: list[int], factors: dict[str, float]) -> tuple[float, str]:
         price = settings.cost.model_dump() | {k: f * getattr(settings.cost, k) for k, f in factors.items()}
         settings = settings.model_copy(update={"cost": type(settings.cost)(**price)})
-        task = make_task(settings.task)
-        split = best_split(settings, task)
-        lengths = [min(length, settings.train.max_tokens) for length in expected_lengths(task)]
+        split = best_split(settings, lengths)
         clock = dry_run(settings, split, lengths, settings.train.optimizer_steps)
         return max(clock.now.values()), "all" if split[0] == split[1] else f"{split[0]}:{split[1]}"
 
@@ -275,7 +273,10 @@ def sensitivity(study: Study) -> Table:
         if any(run.setting("task", "name") != "chain" for run in records.runs):
             continue
         arms = {arm: RunSettings.model_validate(runs[0].manifest.settings) for arm, runs in records.arms.items()}
-        found = {arm: [units(settings, factors) for factors in SWEEP.values()] for arm, settings in arms.items()}
+        found = {}
+        for arm, settings in arms.items():
+            lengths = expected_lengths(make_task(settings.task), settings.train.max_tokens)
+            found[arm] = [units(settings, lengths, factors) for factors in SWEEP.values()]
         base = found[records.baseline or next(iter(found))]
         for arm, results in found.items():
             ratios = [mine[0] / theirs[0] for mine, theirs in zip(results, base, strict=True)]
