@@ -318,17 +318,19 @@ class Stepper:
 
 @contextlib.contextmanager
 def own_products() -> Iterator[None]:
-    """Products of unscaled bf16 operands by torch's matmul instead of fp8.gemm's fp32 sums over blocks of 128."""
+    """Products of bf16 operands that nobody scales or quantises by torch's matmul instead of fp8.gemm's fp32 sums over blocks of 128."""
     gemm, gemm_tokens = fp8.gemm, fp8.gemm_tokens
 
-    def plain(x, w, *, x_scales=None, bias=None, dtype=torch.bfloat16):
-        if x_scales is not None or dtype != torch.bfloat16:
-            return gemm(x, w, x_scales=x_scales, bias=bias, dtype=dtype)
+    def plain(x, w, *, bias=None, dtype=torch.bfloat16, **quantised):
+        if any(value is not None for value in quantised.values()) or dtype != torch.bfloat16:
+            return gemm(x, w, bias=bias, dtype=dtype, **quantised)
         values = w.values if w.transposed else w.values.t()
         return x @ values if bias is None else torch.addmm(bias, x, values)
 
-    def plain_tokens(a, b, a_scales=None, b_scales=None):
-        return gemm_tokens(a, b, a_scales, b_scales) if a_scales is not None else (a.t() @ b).float()
+    def plain_tokens(a, b, *scales, **quantised):
+        if any(value is not None for value in (*scales, *quantised.values())):
+            return gemm_tokens(a, b, *scales, **quantised)
+        return (a.t() @ b).float()
 
     fp8.gemm, fp8.gemm_tokens = plain, plain_tokens
     try:

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from jetrl_bench import config, devices, fp8, speed, speed_arms, speed_linear, speed_report, speed_step, speed_sweep
+from jetrl_bench import (
+    config,
+    devices,
+    fp8,
+    precision,
+    speed,
+    speed_arms,
+    speed_linear,
+    speed_report,
+    speed_step,
+    speed_sweep,
+)
 from jetrl_bench.__main__ import main
 from jetrl_bench.config import FlowConfig, Method
 from jetrl_bench.model import Decoder
@@ -123,10 +134,26 @@ def test_bf16_products_on_a_gpu_are_torchs_own():
         assert torch.equal(fp8.gemm(x, fp8.Factor(w.t().contiguous(), transposed=True)), x @ w.t())
         assert torch.equal(fp8.gemm(x, fp8.Factor(w), bias=bias), torch.addmm(bias, x, w.t()))
         assert torch.equal(fp8.gemm_tokens(x, x), (x.t() @ x).float())
-        scales = torch.ones(5, 2), torch.ones(64, 2)
-        scaled = fp8.gemm(x, fp8.Factor(w, scales[1]), x_scales=scales[0])
     assert fp8.gemm is before
-    assert torch.equal(scaled, fp8.gemm(x, fp8.Factor(w, scales[1]), x_scales=scales[0]))
+
+
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_fp8_products_stay_what_they_are(scale):
+    """Forward, dgrad and wgrad of an emulated flow, inside and outside."""
+    flow = precision.make_flow(FlowConfig(rollout="fp8", train="fp8", scale=scale))
+    x, dy = torch.randn(40, 256).bfloat16(), torch.randn(40, 128).bfloat16()
+    weight = precision.prepare_weight([torch.randn(128, 256)], [], flow.train_side, quantized=True)
+
+    def products():
+        return (
+            precision.linear(x, weight, flow.train_side),
+            precision.dgrad(dy, weight, flow, quantized=True),
+            precision.wgrad(dy, x, weight, flow),
+        )
+
+    outside = products()
+    with speed_step.own_products():
+        assert all(torch.equal(a, b) for a, b in zip(products(), outside))
 
 
 def test_the_step_is_the_peers():
