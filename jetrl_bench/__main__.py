@@ -27,7 +27,7 @@ VERBS = {
     "evaluate": ("evaluate", "sample held-out problems and benchmarks from checkpoints"),
     "verify": ("verify", "grade answers against gold answers"),
     "probe": ("probe", "measure the mismatch between a rollout and a trainer"),
-    "speed": ("speed", "measure this machine's CPU seconds by phase"),
+    "speed": ("speed", "measure RL steps by phase, what they cost as they grow, one linear layer"),
     "speed-engines": ("speed_engines", "tokens per CPU second of the engines, update latency, interleaved"),
     "simulate": ("scenario", "model a cluster nobody has at hand"),
     "table": ("tables", "render tables from records"),

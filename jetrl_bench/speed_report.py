@@ -355,7 +355,8 @@ def sweep_figure(record: dict):
         grid[1][0].set_ylim(0, 2 * max(estimates))
     grid[0][0].legend(loc="upper left")
     grid[1][0].legend(loc="best")
-    figure.suptitle(f"What a step costs ({record['kind']})", fontsize=8.5)
+    below = "above: median and range over rounds; below: geometric mean and 95 % t interval of paired rounds"
+    figure.suptitle(f"What a step costs ({record['kind']})\n{below}", fontsize=8.5)
     return figure, "\n".join(lines) + "\n"
 
 

@@ -318,7 +318,7 @@ class Stepper:
 
 @contextlib.contextmanager
 def own_products() -> Iterator[None]:
-    """Products of bf16 operands that nobody scales or quantises by torch's matmul instead of fp8.gemm's fp32 sums over blocks of 128."""
+    """bf16 products that nobody scales or quantises by torch's matmul, not fp8.gemm's fp32 sums over blocks of 128."""
     gemm, gemm_tokens = fp8.gemm, fp8.gemm_tokens
 
     def plain(x, w, *, bias=None, dtype=torch.bfloat16, **quantised):
