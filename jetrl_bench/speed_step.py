@@ -180,19 +180,6 @@ class Watch:
         return time.perf_counter() - self._wall
 
 
-class _Lengths:
-    """What choosing a split of accelerators asks of a task: every response has the same length."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def problems(self, split: str, count: int, seed: int) -> list[int]:
-        return list(range(count))
-
-    def response_tokens(self, problem: int) -> int:
-        return self.length
-
-
 class Stepper:
     """One arm. `turn()` is timed: whole rollout steps, at least `batches_per_turn` batches of the trainer."""
 
@@ -209,7 +196,7 @@ class Stepper:
                 model = init_model(config, job.vocab, 0)
             self.trainer = Trainer(settings, model.to(device), flow)
             clock, self.ledger = Clock(), Ledger(job.group)
-            split = best_split(settings, _Lengths(job.new_tokens))
+            split = best_split(settings, [job.new_tokens])
             self.sync = make_sync(sync, settings.train, Units(settings.cost), clock, split)
             self.watch = Watch(device)
             self.sync.timed = lambda: self.watch.inside("sync")
