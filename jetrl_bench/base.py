@@ -23,6 +23,7 @@ from jetrl_bench.checkpoint import load_hf, save_hf
 from jetrl_bench.config import BaseConfig, FlowConfig, ModelConfig, RunSettings, Strict, TaskConfig, read_yaml, validate
 from jetrl_bench.logprobs import Batch, sequence_logprobs
 from jetrl_bench.model import Decoder, init_model
+from jetrl_bench.optimizer import AdamW
 from jetrl_bench.precision import make_flow
 from jetrl_bench.rollout import ReferenceEngine, Request
 from jetrl_bench.seeds import seed_of
@@ -56,7 +57,7 @@ def warm_up(settings: BaseSettings | RunSettings, out: Path) -> dict:
     flow = make_flow(FlowConfig())
     model = init_model(settings.model, VOCAB_SIZE, seed_of(index, "base"))
     widen_(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=base.lr, betas=BETAS, weight_decay=0.0, foreach=True)
+    optimizer = AdamW(model.parameters(), lr=base.lr, betas=BETAS, weight_decay=0.0, foreach=True)
     pass_at_1, updates = 0.0, 0
     while updates < base.max_updates:
         batch = demonstrations(task, base, index, updates)

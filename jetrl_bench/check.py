@@ -20,6 +20,7 @@ from jetrl_bench.kernels import Heads
 from jetrl_bench.layers import Inference, run_layers
 from jetrl_bench.logprobs import Batch, sequence_logprobs
 from jetrl_bench.model import Decoder, init_model, prepare
+from jetrl_bench.optimizer import AdamW
 from jetrl_bench.precision import make_flow
 from jetrl_bench.rollout import Completion, ReferenceEngine, Request
 
@@ -101,7 +102,7 @@ def trained(cfg: ModelConfig, flow, *, seed: int, updates: int = 2) -> Decoder:
                 p.mul_(4)
             elif p.abs().sum() == 0:
                 p.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(updates):
         ids = torch.randint(0, VOCAB, (4, 20), generator=generator)

@@ -18,6 +18,7 @@ from jetrl_bench.errors import NotFinite
 from jetrl_bench.logprobs import Batch, nonfinite_gradient, sequence_logprobs
 from jetrl_bench.loss import LossBatch, policy_loss, reject, totals_of
 from jetrl_bench.model import Decoder
+from jetrl_bench.optimizer import AdamW
 from jetrl_bench.rollout import Completion
 from jetrl_bench.seeds import seed_of
 
@@ -121,7 +122,7 @@ class Trainer:
         """Of the last optimizer step, before clipping."""
         train = settings.train
         self._round_masters()
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = AdamW(
             model.parameters(), lr=settings.lr, betas=train.betas, weight_decay=train.weight_decay, foreach=True
         )
 
