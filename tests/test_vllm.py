@@ -1,11 +1,10 @@
-"""The real vLLM: conformance, parity, weight updates that fail, the suite's flow inside it, processes that die.
+"""The real vLLM: conformance, parity, weight updates that fail, and the suite's flow inside it.
 
 Skipped where vLLM is not installed; `make vllm` runs this file in an environment that has it.
 """
 
 import importlib.util
 import os
-import signal
 import time
 from types import SimpleNamespace
 
@@ -16,20 +15,18 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from engine_cases import CFG, VOCAB, Policies, policy  # noqa: E402
+from vllm_cases import FP32, FRESH, Pool, start, subject_of, third_bucket  # noqa: E402
 
-from jetrl_bench import conformance, fp8, precision, quantizer  # noqa: E402
+from jetrl_bench import fp8, precision, quantizer, sampling  # noqa: E402
 from jetrl_bench.config import FlowConfig, ModelConfig  # noqa: E402
 from jetrl_bench.conformance import CHECKS, requests, run  # noqa: E402
 from jetrl_bench.errors import WorkerDied  # noqa: E402
 from jetrl_bench.logprobs import Batch, sequence_logprobs  # noqa: E402
 from jetrl_bench.precision import make_flow  # noqa: E402
-from jetrl_bench.rollout import Request  # noqa: E402
+from jetrl_bench.rollout import ReferenceEngine, Request  # noqa: E402
 from jetrl_bench.rollout_vllm import VLLMEngine  # noqa: E402
-from jetrl_bench.rollout_vllm_async import AsyncVLLMEngine  # noqa: E402
 
 pytestmark = pytest.mark.vllm
-FP32 = 1e-4
-"""Bound on every sampled token's log-prob in fp32; measured below 1e-5."""
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +40,29 @@ def engine_of(tmp_path):
     """Engines that are closed at the end of the test."""
     opened = []
 
-    def make(kind=VLLMEngine, *, cfg=CFG, flow=None, dtype="float32", **options):
-        engine = kind(
-            cfg, VOCAB, flow or make_flow(FlowConfig()), max_slots=8, max_len=128, folder=tmp_path, dtype=dtype,
-            **options,
-        )  # fmt: skip
-        opened.append(engine)
-        return engine
+    def make(kind=VLLMEngine, **options):
+        opened.append(start(kind, tmp_path, **options))
+        return opened[-1]
 
     yield make
     for engine in opened:
         engine.close()
 
 
-def subject_of(policies, make, **options):
-    return policies.subject(make, dtype=torch.float32, tolerance=FP32, **options)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    pool = Pool(lambda: start(VLLMEngine, tmp_path_factory.mktemp("engine")))
+    yield pool
+    pool.close(0)
 
 
 # ------------------------------------------------------------------------------------------------ one process
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_vllm_conforms(policies, engine_of, name):
+def test_vllm_conforms(policies, engine_of, shared, name):
     """In fp32, head size 32, tied head: every sampled token within 1e-4 of transformers, updates exact to the token."""
-    CHECKS[name](subject_of(policies, engine_of))
+    CHECKS[name](subject_of(policies, engine_of if name in FRESH else shared))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +73,21 @@ def test_vllm_conforms(policies, engine_of, name):
     ],
     ids=lambda cfg: cfg.arch,
 )
-def test_fp32_equals_the_decoder_for_every_architecture(engine_of, cfg):
-    """And after an update the tied or untied head is the new one: fused q, k, v (and biases), grouped heads."""
+def test_fp32_equals_the_reference_engine_for_every_architecture(engine_of, monkeypatch, cfg):
+    """Every token that vLLM sampled, put into ReferenceEngine's decoding, has its log-prob within 1e-4; also after an
+    update, with the new tied or untied head: fused q, k, v (and biases), head norms, grouped heads."""
     engine = engine_of(cfg=cfg)
+    reference = ReferenceEngine(cfg, VOCAB, engine.flow, max_slots=8, max_len=128)
+    script = {}
+
+    def take(logits, temperatures, seeds, counts, tokens, logprobs, full):
+        wanted = [script[seed][count] for seed, count in zip(seeds.tolist(), counts.tolist())]
+        tokens.copy_(torch.tensor(wanted))
+        (temperature,) = set(temperatures.tolist())
+        logprobs.copy_(sampling.token_logprobs(logits, tokens, temperature, full=False)[0])
+
+    monkeypatch.setattr(sampling, "sample", take)
+    todo = requests(SimpleNamespace(vocab_size=VOCAB))
     for version, seed in enumerate((0, 1)):
         model = policy(seed, cfg)
         if cfg.arch == "qwen2":
@@ -87,13 +95,14 @@ def test_fp32_equals_the_decoder_for_every_architecture(engine_of, cfg):
                 for name, parameter in model.named_parameters():
                     if name.endswith("bias"):
                         parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(seed))
-        engine.load_weights([(n, p.detach()) for n, p in model.named_parameters()], version=version, kv="keep")
-        for c in run(engine, requests(SimpleNamespace(vocab_size=VOCAB))).values():
-            ids = torch.tensor([c.prompt_ids + c.token_ids])
-            with torch.no_grad():
-                logits = model(ids)[0, len(c.prompt_ids) - 1 : -1] / 0.7
-            right = logits.log_softmax(-1).gather(-1, ids[0, len(c.prompt_ids) :, None])[:, 0]
-            assert (torch.tensor(c.logprobs) - right).abs().max() < FP32
+        for each in (engine, reference):
+            each.load_weights(each.flow.export(model.named_parameters()), version=version, kv="keep")
+        theirs = run(engine, todo)
+        script |= {request.seed: theirs[request.request_id].token_ids for request in todo}
+        for i, c in run(reference, todo).items():
+            assert c.token_ids == theirs[i].token_ids
+            gap = (torch.tensor(c.logprobs) - torch.tensor(theirs[i].logprobs)).abs().max()
+            assert gap < FP32, (cfg.arch, version, gap)
 
 
 def packed(completions):
@@ -122,7 +131,7 @@ def gaps(policies, engine, flow, index=0):
 def test_bf16_differs_by_bf16s_own_noise(policies, engine_of):
     """Two correct bf16 implementations differ by about what one of them differs from fp32 (0.01 nats on these toys)."""
     flow = make_flow(FlowConfig())
-    engine = engine_of(dtype="bfloat16")
+    engine = engine_of(flow=flow)
     engine.load_weights(flow.export(policies.named(0)), version=0, kv="keep")
     vllm, _, noise = gaps(policies, engine, flow)
     print(f"bf16: vLLM to ours {vllm:.2e}, ours to fp32 {noise:.2e}")
@@ -158,28 +167,14 @@ def test_this_process_is_left_as_it_was(policies, engine_of):
 def test_bucket_size_and_mixed_dtypes_change_nothing(policies, engine_of):
     """A bucket of one byte carries one tensor at a time; norms in fp32 beside bf16 matrices load as they are."""
     mixed = [(n, t if t.ndim == 1 else t.bfloat16()) for n, t in policies.named(0)]
-    tokens = []
-    for size in (1, 50_000, 64 << 20):
-        engine = engine_of(bucket_bytes=size)
-        stats = engine.load_weights(mixed, version=0, kv="keep")
+    tokens, engine = [], engine_of()
+    for version, size in enumerate((1, 50_000, 64 << 20)):
+        engine.bucket_bytes = size
+        stats = engine.load_weights(mixed, version=version, kv="keep")
         assert (stats.num_tensors, stats.recomputed_tokens) == (len(mixed), 0)
         assert stats.num_bytes == sum(t.nbytes for _, t in mixed)
         tokens.append([c.logprobs for c in run(engine, requests(SimpleNamespace(vocab_size=VOCAB))).values()])
     assert tokens[0] == tokens[1] == tokens[2]
-
-
-def third_bucket(engine, act):
-    """Call `act(original)` in place of the third bucket's delivery."""
-    original, count = engine._rpc, [0]
-
-    def rpc(method, *args, **kwargs):
-        if method == "update_weights":
-            count[0] += 1
-            if count[0] == 3:
-                return act(lambda **changes: original(method, *args, **{**kwargs, **changes}), kwargs)
-        return original(method, *args, **kwargs)
-
-    engine._rpc = rpc
 
 
 def raises(original, kwargs):
@@ -280,7 +275,7 @@ def test_the_plugin_is_the_flow_layer_by_layer(policies, engine_of, config):
     """Same input, same bits: vLLM's fused layers under the plugin and the suite's, also after an update."""
     flow = make_flow(config)
     cfg = ModelConfig(arch="qwen2", num_kv_heads=2, intermediate_size=200, max_position=256)
-    engine = engine_of(cfg=cfg, flow=flow, dtype="bfloat16")
+    engine = engine_of(cfg=cfg, flow=flow)
     x_TK = {n: torch.randn(9, n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (128, 200)}
     for version, seed in enumerate((0, 1)):
         named = dict(flow.export(policy(seed, cfg).named_parameters()))
@@ -315,7 +310,7 @@ def test_the_plugin_is_the_flow_layer_by_layer(policies, engine_of, config):
 
 def test_the_plugin_quantises_keys_and_values_per_token_and_head(policies, engine_of):
     flow = make_flow(FlowConfig(rollout="fp8", train="fp8", kv_cache="fp8"))
-    engine = engine_of(flow=flow, dtype="bfloat16")
+    engine = engine_of(flow=flow)
     engine.load_weights(flow.export(policies.named(0)), version=0, kv="keep")
     attention = dict(model_of(engine).named_modules())["model.layers.0.self_attn.attn"]
     (hook,) = attention._forward_pre_hooks.values()
@@ -337,7 +332,7 @@ def test_the_plugin_quantises_keys_and_values_per_token_and_head(policies, engin
 def test_a_whole_fp8_model_differs_by_kernel_noise(policies, engine_of):
     """Two correct implementations of one FP8 flow differ through flipped roundings: as our two attentions do."""
     flow = make_flow(FlowConfig(rollout="fp8", train="fp8"))
-    engine = engine_of(flow=flow, dtype="bfloat16")
+    engine = engine_of(flow=flow)
     engine.load_weights(flow.export(policies.named(0)), version=0, kv="keep")
     vllm, other, effect = gaps(policies, engine, flow)
     print(f"fp8: vLLM to ours {vllm:.2e}, ours to our other attention {other:.2e}, fp8 to fp32 {effect:.2e}")
@@ -351,7 +346,7 @@ def test_vllms_own_block_fp8_loads_our_codes_and_is_refused_for_its_activations(
     emulated = make_flow(config.model_copy(update={"backend": "emulated"}))
     flow = SimpleNamespace(config=config, export=emulated.export)
     cfg = ModelConfig(num_kv_heads=4, intermediate_size=384, max_position=256)
-    engine = engine_of(cfg=cfg, flow=flow, dtype="bfloat16")
+    engine = engine_of(cfg=cfg, flow=flow)
     refused = pytest.raises(ValueError, match="CPUFp8BlockScaledMMKernel leaves activations in bf16")
     named = dict(flow.export(policy(1, cfg).named_parameters()))
     with refused:
@@ -359,7 +354,7 @@ def test_vllms_own_block_fp8_loads_our_codes_and_is_refused_for_its_activations(
     with pytest.raises(WorkerDied, match="leaves activations in bf16"):
         engine.load_weights(named.items(), version=0, kv="keep")
     monkeypatch.setattr("jetrl_bench.rollout_vllm.read_back", lambda *_: None)
-    engine = engine_of(cfg=cfg, flow=flow, dtype="bfloat16")
+    engine = engine_of(cfg=cfg, flow=flow)
     engine.load_weights(flow.export(policy(0, cfg).named_parameters()), version=0, kv="keep")
     engine.load_weights(named.items(), version=1, kv="keep")
     layers = dict(model_of(engine).named_modules())
@@ -420,63 +415,3 @@ def test_an_in_flight_run_through_vllm_resumes_to_the_same_bytes(tmp_path, monke
     result = record.read_run(tmp_path / "whole")
     assert result.manifest.resume == "drained" and result.steps[-1].optimizer_steps == 6
     assert max(row.lag_max for row in result.steps) > 0 and result.steps[0].mismatch.kl is None
-
-
-# ---------------------------------------------------------------------------------------- processes of its own
-
-
-@pytest.mark.parametrize(("transport", "check"), [("shm", "swaps_on_the_kept_cache"), ("gloo", "swaps_and_recomputes")])
-def test_async_engine_updates_in_flight(policies, engine_of, transport, check):
-    def make():
-        return engine_of(AsyncVLLMEngine, transport=transport, bucket_bytes=200_000)
-
-    CHECKS[check](subject_of(policies, make, stepwise=False))
-
-
-@pytest.mark.parametrize("victim", ["worker", "engine"])
-def test_a_dead_process_ends_the_run_within_ten_seconds(policies, engine_of, victim):
-    """The worker is killed while it generates, the engine's process in the middle of an update."""
-    engine = engine_of(AsyncVLLMEngine, bucket_bytes=100_000)
-    engine.load_weights(policies.named(0), version=0, kv="keep")
-    (worker,) = engine.health()["workers"]
-    with open(f"/proc/{worker['pid']}/stat") as file:
-        parent = int(file.read().rsplit(")", 1)[1].split()[1])
-    for request in requests(SimpleNamespace(vocab_size=VOCAB), max_tokens=100):
-        engine.add(request)
-    engine.step()
-    started = time.monotonic()
-    if victim == "worker":
-        os.kill(worker["pid"], signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="vLLM engine: a step failed"):
-            for _ in range(1000):
-                engine.step()
-    else:
-
-        def kill(original, kwargs):
-            os.kill(parent, signal.SIGKILL)
-            return original()
-
-        third_bucket(engine, kill)
-        with pytest.raises(WorkerDied, match="weight update to version 1 failed half-way"):
-            engine.load_weights(policies.named(1), version=1, kv="keep")
-    assert time.monotonic() - started < 10
-    assert engine.policy_version == 0
-    with pytest.raises(WorkerDied):
-        engine.step()
-    engine.close()
-    end = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}/cmdline") and _running(pid) for pid in (worker["pid"], parent)):
-        assert time.monotonic() < end, "a process of the dead engine lives on"
-        time.sleep(0.1)
-
-
-def _running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_every_check_ran(policies):
-    assert len(conformance.CHECKS) >= 17
