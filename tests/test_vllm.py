@@ -35,20 +35,6 @@ def policies():
     return Policies()
 
 
-@pytest.fixture
-def engine_of(tmp_path):
-    """Engines that are closed at the end of the test."""
-    opened = []
-
-    def make(kind=VLLMEngine, **options):
-        opened.append(start(kind, tmp_path, **options))
-        return opened[-1]
-
-    yield make
-    for engine in opened:
-        engine.close()
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     pool = Pool(lambda: start(VLLMEngine, tmp_path_factory.mktemp("engine")))
@@ -56,13 +42,34 @@ def shared(tmp_path_factory):
     pool.close(0)
 
 
+@pytest.fixture
+def engine_of(tmp_path, shared):
+    """Engines that are closed at the end of the test; with the first of them the process groups of all others end."""
+    opened = []
+
+    def make(**options):
+        shared.close(0)
+        opened.append(start(VLLMEngine, tmp_path, **options))
+        return opened[-1]
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
 # ------------------------------------------------------------------------------------------------ one process
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_vllm_conforms(policies, engine_of, shared, name):
+@pytest.mark.parametrize("name", FRESH)
+def test_a_new_vllm_conforms(policies, engine_of, name):
+    CHECKS[name](subject_of(policies, engine_of))
+
+
+@pytest.mark.xdist_group("one engine")
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in FRESH])
+def test_vllm_conforms(policies, shared, name):
     """In fp32, head size 32, tied head: every sampled token within 1e-4 of transformers, updates exact to the token."""
-    CHECKS[name](subject_of(policies, engine_of if name in FRESH else shared))
+    CHECKS[name](subject_of(policies, shared))
 
 
 @pytest.mark.parametrize(
