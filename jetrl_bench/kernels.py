@@ -287,6 +287,52 @@ def attention_backward(dout, out, qkv, saved: AttentionSaved, starts, heads: Hea
     return dqkv
 
 
+def split_heads(qkv, starts, length: int, heads: Heads, cos, sin, kv_spec) -> tuple[torch.Tensor, ...]:
+    """qkv [T, width] -> q [S, length, H, D], k, v [S, length, N, D] after RoPE and KV quantisation, in qkv's dtype;
+    zero beyond a sequence's end. What another attention starts from."""
+    S, (H, N, D) = starts.numel() - 1, heads
+    q, k, v = (torch.empty(S, length, n, D, dtype=qkv.dtype, device=qkv.device) for n in (H, N, N))
+    native = library_for(qkv)
+    if native is not None and qkv.dtype == torch.bfloat16:
+        native.split_heads(
+            ptr(qkv), ptr(starts), S, length, ctypes.addressof(_cheads(heads)), ptr(cos), ptr(sin),
+            spec_pointer(kv_spec), ptr(q), ptr(k), ptr(v),
+        )  # fmt: skip
+        return q, k, v
+    bounds = starts.tolist()
+    for s, (t, end) in enumerate(zip(bounds, bounds[1:])):
+        c, n = cos[: end - t, None], sin[: end - t, None]
+        parts = qkv[t:end].unflatten(-1, (-1, D)).split([H, N, N], -2)
+        rows = [*(rotate(x.float(), c, n).to(qkv.dtype) for x in parts[:2]), parts[2]]
+        if kv_spec is not None:
+            rows[1:] = (quantize_blocks(x.reshape(-1, D), (1, D), kv_spec)[0].view(x.shape) for x in rows[1:])
+        for out, x in zip((q, k, v), rows):
+            out[s, : end - t] = x
+            out[s, end - t :] = 0
+    return q, k, v
+
+
+def join_heads(dq, dk, dv, starts, heads: Heads, cos, sin, like: torch.Tensor) -> torch.Tensor:
+    """Gradient of split_heads, [T, width] as `like`; fp32 gradients are rounded to its dtype first."""
+    S, length = dq.shape[:2]
+    out = torch.empty_like(like)
+    dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
+    native = library_for(dq)
+    if native is not None and like.dtype == torch.bfloat16:
+        native.join_heads(
+            ptr(dq), ptr(dk), ptr(dv), ptr(starts), S, length, ctypes.addressof(_cheads(heads)), ptr(cos), ptr(sin),
+            ptr(out),
+        )  # fmt: skip
+        return out
+    bounds = starts.tolist()
+    for s, (t, end) in enumerate(zip(bounds, bounds[1:])):
+        c, n = cos[: end - t, None], sin[: end - t, None]
+        q, k, v = (x[s, : end - t].to(like.dtype).float() for x in (dq, dk, dv))
+        q, k = (torch.cat([a * c + b * n, b * c - a * n], -1) for a, b in (x.chunk(2, -1) for x in (q, k)))
+        out[t:end] = torch.cat([q, k, v], 1).flatten(1).to(like.dtype)
+    return out
+
+
 def append(qkv, slots, positions, heads: Heads, cos, sin, kv_spec, cache: KVCache) -> None:
     """Write keys and values of rows [R, width] at (slots [R], positions [R]) int64."""
     native = library_for(qkv)

@@ -62,6 +62,8 @@ def library() -> ctypes.CDLL | None:
         "swiglu_backward": [p, p, p, i, i],
         "attention": [p, p, i, p, p, p, p, p, p, p, p],
         "attention_backward": [p, p, p, p, p, p, p, i, p, p, p, p, p],
+        "split_heads": [p, p, i, i, p, p, p, p, p, p, p],
+        "join_heads": [p, p, p, p, i, i, p, p, p, p],
         "append": [p, p, p, i, p, p, p, p, p, p, i],
         "decode": [p, p, p, i, p, p, p, p, p, p, i, p],
         "token_logprobs": [p, n, p, f, p, p, p, p, p, i, i],

@@ -1,5 +1,6 @@
 """Bit equality: rollout against training, compiled against eager, this instruction set against a capped one."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from jetrl_bench import check, kernels, native
+from jetrl_bench import check, fp8, kernels, native
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.kernels import Heads, KVCache
+from jetrl_bench.layers import other_attention
 from jetrl_bench.model import rope_table
 
 FP8 = {"rollout": "fp8", "train": "fp8"}
@@ -115,6 +117,25 @@ def test_attention_against_float64():
     assert (out - expected).abs().max() < 0.03
     grad = kernels.attention_backward(dout, out, qkv, saved, torch.tensor([0, 37]), heads, cos, sin, None)
     assert (grad - x.grad).norm() / x.grad.norm() < 0.01
+
+
+@pytest.mark.parametrize("kv", [None, fp8.spec("e4m3"), fp8.spec("e2m1", "fp32")])
+@pytest.mark.parametrize("heads", [Heads(4, 4, 32), Heads(4, 2, 24)])
+def test_the_other_attention_has_the_same_bits_without_a_compiler(heads, kv):
+    cfg = ModelConfig(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
+    g, (cos, sin) = torch.Generator().manual_seed(0), rope_table(cfg)
+    qkv = torch.randn(70, heads.width, generator=g).to(torch.bfloat16)
+    dout = torch.randn(70, heads.num_heads * heads.head_dim, generator=g).to(torch.bfloat16)
+    found = []
+    for switch in (contextlib.nullcontext(), native.eager()):
+        with switch:
+            x = qkv.clone().requires_grad_()
+            out = other_attention(x, torch.tensor([0, 3, 40, 70]), heads, cos, sin, kv)
+            out.backward(dout)
+            found.append((out.detach(), x.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    exact = kernels.attention(qkv, torch.tensor([0, 3, 40, 70]), heads, cos, sin, kv, save=False)[0]
+    assert (found[0][0].float() - exact.float()).abs().max() < 0.05
 
 
 def test_cache_rows_beyond_a_sequence_never_matter():

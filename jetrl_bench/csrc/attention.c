@@ -229,3 +229,46 @@ void decode(const uint16_t *qkv, const i64 *slots, const i64 *positions, i64 R, 
         }
     free(sc);
 }
+/* For another attention (layers.py): q [S, L, Hq, D], k and v [S, L, Hkv, D] after RoPE and KV quantisation, zero beyond
+ * a sequence's end. */
+void split_heads(const uint16_t *qkv, const i64 *starts, i64 S, i64 L, const Heads *hp, const float *cos, const float *sin,
+                 const Spec *kvspec, uint16_t *q, uint16_t *k, uint16_t *v) {
+    const Heads h = *hp;
+    i64 D = h.D, half = D / 2, nq = h.Hq * D, nk = h.Hkv * D;
+    float a[2 * PAD(D, 16)], *b = a + PAD(D, 16);
+    for (i64 s = 0; s < S; s++)
+        for (i64 t = 0; t < L; t++, q += nq, k += nk, v += nk) {
+            const uint16_t *row = qkv + (starts[s] + t) * h.ld;
+            if (t >= starts[s + 1] - starts[s]) { memset(q, 0, 2 * nq); memset(k, 0, 2 * nk); memset(v, 0, 2 * nk); continue; }
+            for (i64 i = 0; i < h.Hq; i++) {
+                rope_row(row + i * D, cos + t * half, sin + t * half, D, a);
+                for (i64 d = 0; d < D; d += 16) tail_store_bf(q + i * D + d, load(a + d), D - d);
+            }
+            for (i64 i = 0; i < h.Hkv; i++) {
+                key_row(row, i, &h, cos + t * half, sin + t * half, kvspec, a, b);
+                for (i64 d = 0; d < D; d += 16) {
+                    tail_store_bf(k + i * D + d, load(a + d), D - d);
+                    tail_store_bf(v + i * D + d, load(b + d), D - d);
+                }
+            }
+        }
+}
+/* Its gradient: dq, dk, dv fp32 of the same shapes, rounded to bf16 first -> dqkv [T, ld] */
+void join_heads(const float *dq, const float *dk, const float *dv, const i64 *starts, i64 S, i64 L, const Heads *hp,
+                const float *cos, const float *sin, uint16_t *dqkv) {
+    const Heads h = *hp;
+    i64 D = h.D, half = D / 2;
+    float a[PAD(D, 16)];
+    for (i64 s = 0; s < S; s++)
+        for (i64 t = 0; t < starts[s + 1] - starts[s]; t++) {
+            uint16_t *row = dqkv + (starts[s] + t) * h.ld;
+            i64 q0 = (s * L + t) * h.Hq * D, k0 = (s * L + t) * h.Hkv * D;
+            for (i64 i = 0; i < h.Hq + h.Hkv; i++) {
+                const float *from = i < h.Hq ? dq + q0 + i * D : dk + k0 + (i - h.Hq) * D;
+                for (i64 d = 0; d < D; d += 16) store(a + d, to_bf(tail_load(from + d, D - d)));
+                unrope_row(a, cos + t * half, sin + t * half, D, row + i * D);
+            }
+            for (i64 d = 0; d < h.Hkv * D; d += 16)
+                tail_store_bf(row + (h.Hq + h.Hkv) * D + d, tail_load(dv + k0 + d, h.Hkv * D - d), h.Hkv * D - d);
+        }
+}
