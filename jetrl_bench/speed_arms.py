@@ -206,6 +206,7 @@ def play(
     torch.set_num_threads(1)
     running = [arm for arm in arms if arm.turn is not None]
     before, tops, rows, works = _load(), [], [], {}
+    source = {key: provenance.source()[key] for key in ("git_sha", "dirty")}
     cpu, wall = time.process_time(), time.perf_counter()
     for number in range(warmup + rounds):
         tops.append(speed_linear.machine(device, 3))  # a first call also makes its kernel, a first copy its pages
@@ -223,7 +224,7 @@ def play(
     facts = {
         "ceilings": {name: max(top[name] for top in tops) for name in tops[0]},
         "environment": devices.environment(),
-        "source": {key: provenance.source()[key] for key in ("git_sha", "dirty")},
+        "source": source,
         "load_average": {"before": before, "after": _load()},
         "cost": {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall},
     }

@@ -57,7 +57,7 @@ def step_table(record: dict) -> Table:
     rows: list[list[Cell]] = []
     for name, arm in arms_of(record).items():
         about: list[Cell] = [
-            _label(name, arm),
+            label(name, arm),
             arm["engine"],
             arm.get("rollout"),
             arm.get("train"),
@@ -72,12 +72,12 @@ def step_table(record: dict) -> Table:
         rows.append(
             [
                 *about,
-                _spread(rounds, "step") if whole else "rollout only",
+                spread(rounds, "step") if whole else "rollout only",
                 median.get("wall"),
                 *[median.get(phase) if whole or phase == "rollout" else None for phase in PHASES],
                 _rate(work["rollout_tokens"], median.get("rollout")),
                 _rate(work["train_tokens"], median.get("train")),
-                _interval(base[name]) if name in base else None,
+                interval(base[name]) if name in base else None,
                 _warm(record, name),
             ]
         )
@@ -108,14 +108,14 @@ def ratio_table(record: dict) -> Table:
     pairs = sorted(record["ratio_by_phase"].items(), key=lambda item: list(arms).index(item[0].rsplit("/", 1)[0]))
     for pair, phases in pairs:
         name, over = pair.rsplit("/", 1)
-        cells = [_interval(phases[phase]) if phase in phases else None for phase in PHASES]
+        cells = [interval(phases[phase]) if phase in phases else None for phase in PHASES]
         rows.append(
             [
-                _label(name, arms[name]),
+                label(name, arms[name]),
                 over.split(":")[-1],
                 arms[name]["engine"],
                 *cells,
-                _interval(record["ratio"][pair]),
+                interval(record["ratio"][pair]),
             ]
         )
     return Table(
@@ -136,7 +136,7 @@ def ceiling_table(record: dict) -> Table:
         if name in record["median"] and arm["work"]:
             share = share_reached(record, record["median"][name], arm["work"])
             flop = sum(arm["work"]["flop"].values()) / 1e9
-            rows.append([_label(name, arm), arm["engine"], flop, *[share.get(phase) for phase in CEILINGS]])
+            rows.append([label(name, arm), arm["engine"], flop, *[share.get(phase) for phase in CEILINGS]])
     return Table(
         name="speed_ceilings",
         title="Share of this machine's ceilings that each phase reaches",
@@ -164,8 +164,8 @@ def sweep_table(record: dict) -> Table:
                     axis,
                     point["value"],
                     point["parameters"],
-                    *[_spread([row[flow] for row in point["rounds"]], "step") for flow in ("bf16", "e4m3")],
-                    *[_interval(point["ratio"][phase]) if phase in point["ratio"] else None for phase in _SWEPT],
+                    *[spread([row[flow] for row in point["rounds"]], "step") for flow in ("bf16", "e4m3")],
+                    *[interval(point["ratio"][phase]) if phase in point["ratio"] else None for phase in SWEPT],
                     reached.get("rollout"),
                     reached.get("train"),
                 ]
@@ -175,7 +175,7 @@ def sweep_table(record: dict) -> Table:
         title=f"{record['unit']} against batch, length, width and depth",
         kind=record["kind"],
         columns=["axis", "value", "parameters", "bf16 s", "e4m3 s"]
-        + [f"{'whole step' if phase == 'step' else PHASES[phase]}, e4m3 / bf16" for phase in _SWEPT]
+        + [f"{'whole step' if phase == 'step' else PHASES[phase]}, e4m3 / bf16" for phase in SWEPT]
         + ["bf16 rollout, share of the product", "bf16 forward, backward, share of the product"],
         rows=rows,
         glossary=[
@@ -189,7 +189,7 @@ def sweep_table(record: dict) -> Table:
     )
 
 
-_SWEPT = ("step", "rollout", "train")
+SWEPT = ("step", "rollout", "train")
 _RATIOS = "Ratios: geometric mean over paired rounds, 95 % t interval; above 1 is a slow-down."
 _EMULATED = (
     "FP8 is emulated: every value is rounded in software before a bf16 product, so e4m3 is slower than bf16 here, and "
@@ -217,17 +217,17 @@ def axes_of(record: dict) -> dict[str, dict]:
     return {axis: record["axes"][axis] for axis in ("batch", "length", "width", "depth") if axis in record["axes"]}
 
 
-def _label(name: str, arm: dict) -> str:
+def label(name: str, arm: dict) -> str:
     return f"step, {name}" if arm["kind"] == "step" else name.split(":")[-1]
 
 
-def _spread(rounds: list[dict], key: str) -> Interval:
+def spread(rounds: list[dict], key: str) -> Interval:
     values = sorted(row[key] for row in rounds)
     middle = values[(len(values) - 1) // 2]
     return Interval(middle, *((values[0], values[-1]) if len(values) > 1 else (None, None)), len(values))
 
 
-def _interval(ratio: dict) -> Interval:
+def interval(ratio: dict) -> Interval:
     return Interval(ratio["estimate"], ratio["low"], ratio["high"], ratio["n"])
 
 
@@ -272,112 +272,10 @@ def _source(record: dict) -> str:
     )
 
 
-def phases_figure(record: dict):
-    """Share of a step that each phase takes, an arm a bar. -> figure, CSV."""
-    import matplotlib.pyplot as plt
-
-    from jetrl_bench.figures import PALETTE
-
-    arms = arms_of(record)
-    named = [n for n in arms if {"step", *PHASES} <= record["median"].get(n, {}).keys()]
-
-    def words(name: str) -> str:
-        engine = arms[name]["engine"]
-        return _label(name, arms[name]) + (f", {engine}" if arms[name]["kind"] == "method" else "")
-
-    figure, ax = plt.subplots(figsize=(6.8, 0.9 + 0.24 * len(named)), layout="constrained")
-    lines = ["arm,engine,phase,seconds,share"]
-    for index, (phase, label) in enumerate(PHASES.items()):
-        left = [_before(record["median"][name], phase) for name in named]
-        share = [record["median"][name][phase] / record["median"][name]["step"] for name in named]
-        ax.barh(range(len(named)), [100 * s for s in share], 0.72, left=[100 * x for x in left],
-                color=PALETTE[index] if phase != "other" else "#999999", label=label)  # fmt: skip
-        for y, (s, x) in enumerate(zip(share, left)):
-            if s > 0.045:
-                ax.text(100 * (x + s / 2), y, f"{100 * s:.0f}", ha="center", va="center", color="white", fontsize=6.5)
-            name, engine = _label(named[y], arms[named[y]]).replace(",", ""), arms[named[y]]["engine"]
-            lines.append(f"{name},{engine},{phase},{record['median'][named[y]][phase]:.6g},{s:.6g}")
-    ax.set_yticks(
-        range(len(named)),
-        [f"{words(name)}   {record['median'][name]['step']:.2f} s" for name in named],
-    )
-    ax.invert_yaxis()
-    ax.set_xlim(0, 100)
-    ax.set_xlabel(f"share of a step, %   (beside each name: {record['unit']})")
-    ax.grid(False)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
-    ax.set_title(f"Phase shares of an RL step ({record['kind']})", loc="left")
-    return figure, "\n".join(lines) + "\n"
-
-
-def _before(median: dict, phase: str) -> float:
-    names = list(PHASES)
-    return sum(median[name] for name in names[: names.index(phase)]) / median["step"]
-
-
-def sweep_figure(record: dict):
-    """Cost against each axis, and the ratio below it. -> figure, CSV."""
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import NullLocator
-
-    from jetrl_bench.figures import DASHES, MARKERS, PALETTE
-
-    figure, grid = plt.subplots(
-        2, len(record["axes"]), figsize=(2.15 * len(record["axes"]) + 0.6, 4.2), layout="constrained", squeeze=False,
-        sharex="col", sharey="row", height_ratios=[1.5, 1],
-    )  # fmt: skip
-    lines = ["axis,value,arm,phase,estimate,low,high"]
-    for (top, bottom), (axis, found) in zip(grid.T, axes_of(record).items()):
-        x = [point["value"] for point in found["points"]]
-        for index, flow in enumerate(("bf16", "e4m3")):
-            cells = [_spread([row[flow] for row in point["rounds"]], "step") for point in found["points"]]
-            _errors(top, x, cells, PALETTE[index], MARKERS[index], DASHES[index], flow)
-            lines += [f"{axis},{v},{flow},step,{_csv(cell)}" for v, cell in zip(x, cells)]
-        for index, (phase, words) in enumerate((("step", "whole step"), ("rollout", "rollout"), ("train", "training"))):
-            cells = [_interval(point["ratio"][phase]) for point in found["points"]]
-            shifted = [v * 1.06 ** (index - 1) for v in x]
-            _errors(bottom, shifted, cells, PALETTE[index + 2], MARKERS[index + 2], DASHES[index], words)
-            lines += [f"{axis},{v},e4m3/bf16,{phase},{_csv(cell)}" for v, cell in zip(x, cells)]
-        for ax in (top, bottom):
-            ax.set_xscale("log")
-            ax.set_xticks(x, [str(v) for v in x])
-            ax.xaxis.set_minor_locator(NullLocator())
-        top.set_yscale("log")
-        top.set_title(axis, loc="left", fontweight="bold")
-        bottom.axhline(1, color="#888888", linewidth=0.7, zorder=1)
-        bottom.set_xlabel(found["counts"])
-    grid[0][0].set_ylabel(f"{record['unit']}")
-    grid[1][0].set_ylabel("e4m3 / bf16")
-    estimates = [
-        p["ratio"][phase]["estimate"] for f in record["axes"].values() for p in f["points"] for phase in _SWEPT
-    ]
-    if grid[1][0].get_ylim()[1] > 2 * max(estimates):  # few rounds: intervals leave the picture, the CSV has them
-        grid[1][0].set_ylim(0, 2 * max(estimates))
-    grid[0][0].legend(loc="upper left")
-    grid[1][0].legend(loc="best")
-    below = "above: median and range over rounds; below: geometric mean and 95 % t interval of paired rounds"
-    figure.suptitle(f"What a step costs ({record['kind']})\n{below}", fontsize=8.5)
-    return figure, "\n".join(lines) + "\n"
-
-
-def _errors(ax, x, cells: list[Interval], colour, marker, dash, label: str) -> None:
-    y = [cell.estimate for cell in cells]
-    ax.plot(x, y, color=colour, marker=marker, markersize=3.5, linestyle=dash, linewidth=1.2, label=label)
-    for at, cell in zip(x, cells):
-        if cell.low is not None:
-            ax.plot([at, at], [cell.low, cell.high], color=colour, linewidth=0.9)
-
-
-def _csv(cell: Interval) -> str:
-    return ",".join("" if v is None else f"{v:.6g}" for v in (cell.estimate, cell.low, cell.high))
-
-
-FIGURES = {"step": ("speed_phases", phases_figure), "sweep": ("speed_sweep", sweep_figure)}
-
-
 def render(record: dict, out: Path) -> list[str]:
     """OUT/<table>.md, .csv, .tex and OUT/<figure>.pdf, .svg, .png, .csv; equal records give equal bytes."""
     from jetrl_bench.figures import STYLE, plt
+    from jetrl_bench.speed_figures import FIGURES
 
     out = Path(out)
     for table in tables(record):
