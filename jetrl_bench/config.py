@@ -294,6 +294,8 @@ class Experiment(Strict):
     methods: list[str] = Field(min_length=1)
     settings: dict[str, Any] = {}
     """Overrides of lr, task, train, cost for every run of the experiment."""
+    problems: int | None = Field(None, ge=1)
+    """Held-out problems of the experiment's runs, instead of evaluate.problems."""
     title: str = ""
     baseline: str | None = None
     """The method that ratios and paired differences are taken against."""

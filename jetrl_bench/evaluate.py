@@ -75,7 +75,8 @@ class Unit:
     task: TaskConfig | str
     seed: int
     max_tokens: int
-    """Response limit on the training task; benchmarks have their own."""
+    problems: int
+    """Response limit and number of problems of the training task; benchmarks have their own."""
     engine: Literal["reference", "vllm"] = "reference"
 
 
@@ -114,7 +115,7 @@ class Evaluator:
             }
         return key | {
             "task": unit.task.model_dump(mode="json"),
-            "problems": self.config.problems,
+            "problems": unit.problems,
             "max_tokens": unit.max_tokens,
         }
 
@@ -145,7 +146,7 @@ def sample_task(unit: Unit, config: EvaluateConfig, data: Path) -> list[SampleRo
     from jetrl_bench.rollout import Request
 
     tokenizer = unit.tokenizer if (unit.tokenizer / "tokenizer.json").exists() else None
-    task, problems = _heldout(unit.task, tokenizer, config.problems)
+    task, problems = _heldout(unit.task, tokenizer, unit.problems)
     requests = [
         Request(
             request_id=number,
@@ -218,11 +219,12 @@ def sample_benchmark(unit: Unit, config: EvaluateConfig, data: Path) -> list[Sam
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A run whose checkpoint is to be evaluated: its folder, its settings, its warm-up checkpoint."""
+    """A run whose checkpoint is to be evaluated: folder, settings, warm-up checkpoint, number of held-out problems."""
 
     folder: Path
     settings: RunSettings
     base: Path
+    problems: int
 
     def unit(self, name: str, flow: FlowConfig, task: TaskConfig | str, checkpoint: str) -> Unit:
         final = checkpoint == "final"
@@ -233,6 +235,7 @@ class Evaluated:
             task=task,
             seed=self.settings.seed if final else self.settings.base_index,
             max_tokens=self.settings.train.max_tokens,
+            problems=self.problems,
             engine=self.settings.train.engine if name == "deployment" else "reference",
         )
 
@@ -253,23 +256,29 @@ def evaluate(run: Evaluated, evaluator: Evaluator, checkpoints: tuple[str, ...] 
     return out
 
 
-def read_run(path: Path, bases: Path) -> Evaluated:
-    """From a run's settings.json."""
-    settings = validate(RunSettings, read_yaml(path), str(path))
-    return Evaluated(Path(path).parent, settings, Path(bases) / settings.base_digest())
-
-
 class Settings(Strict):
     """results/evaluate.json."""
 
     evaluate: EvaluateConfig
     strict: bool = False
+    problems: dict[str, int] = {}
+    """Held-out problems by digest of the run's settings, where it is not evaluate.problems."""
+
+
+def read_run(path: Path, bases: Path, config: Settings) -> Evaluated:
+    """From a run's settings.json."""
+    settings = validate(RunSettings, read_yaml(path), str(path))
+    problems = config.problems.get(settings.digest(), config.evaluate.problems)
+    return Evaluated(Path(path).parent, settings, Path(bases) / settings.base_digest(), problems)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", type=Path, metavar="SETTINGS", help="settings.json of each run")
     parser.add_argument(
-        "--config", type=Path, required=True, help="keys evaluate and strict of the configuration (JSON)"
+        "--config",
+        type=Path,
+        required=True,
+        help="results/evaluate.json, as the workflow writes it",
     )
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder that verb data wrote")
     parser.add_argument("--bases", type=Path, default=Path("state/base"), help="folder of the warm-up checkpoints")
@@ -293,7 +302,7 @@ def run(args: argparse.Namespace) -> int:
 
     torch.set_num_threads(int(os.environ.get("JETRL_THREADS", "1")))
     for path in args.settings:
-        run = read_run(path, args.bases)
+        run = read_run(path, args.bases, config)
         if args.checkpoint == "base":
             evaluate(run, evaluator, ("base",))
             continue

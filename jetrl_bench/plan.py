@@ -64,7 +64,15 @@ def base_text(run: PlannedRun) -> str:
 
 
 def evaluate_text(config: Config) -> str:
-    return record.dumps({"evaluate": config.evaluate.model_dump(mode="json"), "strict": config.strict})
+    """What `evaluate` reads: the settings of all runs, and by digest how many held-out problems where that differs."""
+    counts: dict[str, int] = {}
+    for name, experiment in config.selected().items():
+        for _, settings in config.experiment_runs(name):
+            digest, count = settings.digest(), experiment.problems or config.evaluate.problems
+            counts[digest] = max(count, counts.get(digest, 0))
+    problems = {digest: count for digest, count in counts.items() if count != config.evaluate.problems}
+    evaluate = config.evaluate.model_dump(mode="json")
+    return record.dumps({"evaluate": evaluate, "strict": config.strict, "problems": problems})
 
 
 def config_text(config: Config) -> str:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetrl_bench import evaluate as evaluation
-from jetrl_bench import record, study
-from jetrl_bench.config import EvaluateConfig, FlowConfig, RunSettings, load
+from jetrl_bench import plan, record, study
+from jetrl_bench.config import Config, EvaluateConfig, FlowConfig, RunSettings, load
 from jetrl_bench.evaluate import Evaluator, Unit, distinct_flows, inference_flow
 
 ROOT = Path(__file__).parent.parent
@@ -125,7 +125,7 @@ def checkpoint(folder: Path, weights: str = "w") -> Path:
 
 def unit(folder: Path, **changes) -> Unit:
     values = {"weights": folder, "tokenizer": folder, "flow": FlowConfig(), "task": load_runs()[0].task, "seed": 0}
-    return Unit(**{**values, "max_tokens": 64, **changes})
+    return Unit(**{**values, "max_tokens": 64, "problems": 8, **changes})
 
 
 def load_runs(method: str = "bf16") -> list[RunSettings]:
@@ -153,7 +153,7 @@ def test_a_unit_is_sampled_once_and_again_when_anything_that_decides_it_changes(
             {"max_tokens": 65},
             {"task": load_runs()[0].task.model_copy(update={"max_steps": 21})},
             {"task": "math_500"},
-            {"settings": EvaluateConfig(problems=7)},
+            {"problems": 7},
             {"settings": EvaluateConfig(temperature=0)},
             {"settings": EvaluateConfig(limit=3), "task": "math_500"},
             {"settings": EvaluateConfig(max_tokens=3), "task": "math_500"},
@@ -212,11 +212,36 @@ def test_rows_of_a_run(tmp_path, data, runs, sampled, capsys):
     # base: 2 flows and 1 benchmark, shared by the two methods; final: the same for each of them
     assert len(sampled) == 3 + 2 * 3
     assert {u.seed for u in sampled} == {1}, "arms of a seed are paired"
+    assert {u.problems for u in sampled} == {2048}
 
     before = {path: path.read_bytes() for path in folder.iterdir()}
     assert main(["evaluate", *arguments(tmp_path, data, runs)]) == 0
     assert len(sampled) == 9, "a second run samples nothing"
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_run_is_evaluated_on_as_many_problems_as_its_experiment_says(tmp_path, data, runs, sampled):
+    from jetrl_bench.__main__ import main
+
+    few = {runs[0].parent.name.split("-")[1]: 512}
+    assert main(["evaluate", *arguments(tmp_path, data, runs, problems=few)]) == 0
+    counts = {(u.weights.parent.parent.name, u.problems) for u in sampled if u.weights.name == "checkpoint"}
+    assert counts == {("fp8_rollout_e2m1", 512), ("fp8_rollout_tis_e2m1", 2048)}
+
+
+def test_problems_of_the_default_experiments():
+    config = load([ROOT / "config" / "config.yaml"])
+    problems = json.loads(plan.evaluate_text(config))["problems"]
+    digests = {name: {run.digest() for _, run in config.experiment_runs(name)} for name in config.selected()}
+    assert set(problems) == digests["inflight"] - digests["precision"] and set(problems.values()) == {512}
+
+
+def test_a_run_of_two_experiments_gets_the_larger_number():
+    config = load([ROOT / "config" / "config.yaml"])
+    few = {"methods": ["bf16"], "problems": 16}
+    more = {"methods": ["bf16", "jetrl"], "problems": 32}
+    values = config.model_dump(mode="json") | {"experiments": {"a": few, "b": more}, "select": ["a", "b"]}
+    assert set(json.loads(plan.evaluate_text(Config(**values)))["problems"].values()) == {32}
 
 
 def test_the_base_alone_fills_the_cache_and_writes_no_record(tmp_path, data, runs, sampled):

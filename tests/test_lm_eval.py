@@ -272,7 +272,7 @@ def test_a_checkpoint_through_the_reference_engine(small_data, tmp_path, capfd):
     config = EvaluateConfig(samples=2, max_tokens=8, limit=2)
 
     def rows(tokenizer, seed):
-        unit = Unit(tmp_path / "bytes", tmp_path / tokenizer, FlowConfig(), "math_500", seed, 64)
+        unit = Unit(tmp_path / "bytes", tmp_path / tokenizer, FlowConfig(), "math_500", seed, 64, 8)
         return benchmarks.evaluate_benchmark(unit, config, small_data)
 
     first = rows("plain", 0)
