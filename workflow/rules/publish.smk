@@ -28,6 +28,7 @@ rule tables:
         expand("results/tables/{name}.{kind}", name=TABLES, kind=["csv", "tex"]),
     log:
         "logs/tables.log",
+    priority: 10
     conda:
         "../envs/cpu.yaml"
     shell:
@@ -49,6 +50,7 @@ rule figures:
         expand("results/figures/{name}.{kind}", name=FIGURES, kind=["pdf", "png", "csv"]),
     log:
         "logs/figures.log",
+    priority: 10
     conda:
         "../envs/cpu.yaml"
     shell:
