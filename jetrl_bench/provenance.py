@@ -9,11 +9,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 CODE_PATHS = ("jetrl_bench", "Snakefile", "workflow", "pyproject.toml", "constraints")
-NUMERICAL = (
-    "backends", "base", "clock", "diagnostics", "fp8", "kernels", "learner", "loop", "loss", "model", "precision",
-    "rollout", "run", "schedule", "seeds", "step_row", "tasks", "trainer", "weight_sync",
-)  # fmt: skip
-"""Modules on the numerical path: these and any file whose name continues one of them with an underscore."""
+ROOTS = ("base", "loop", "vllm_plugin")
+"""Whatever these import, directly or not, is on the numerical path, with the C sources."""
+LEFT_OUT = ("config", "devices", "errors", "progress", "provenance", "record", "state")
+"""Imported there without moving a number: settings enter the digest by value."""
 
 
 @cache
@@ -38,8 +37,21 @@ def source_hash(package: Path = PACKAGE) -> str:
 
 
 def numerical_files(package: Path = PACKAGE) -> list[Path]:
-    names = "|".join(NUMERICAL)
-    return sorted(p for p in package.rglob("*") if re.fullmatch(rf"(?:{names})(?:_\w+)?\.(?:py|c|h)", p.name))
+    found: set[str] = set()
+    ahead = set(ROOTS)
+    while ahead:
+        name = ahead.pop()
+        found.add(name)
+        ahead |= _imports(package / f"{name}.py") - found - set(LEFT_OUT)
+    return sorted([*(package / f"{name}.py" for name in found), *package.glob("csrc/*.[ch]")])
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports, at its top or inside a function."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in nodes if node.module == "jetrl_bench" for alias in node.names}
+    names |= {node.module.split(".")[1] for node in nodes if (node.module or "").startswith("jetrl_bench.")}
+    return {name for name in names if (path.parent / f"{name}.py").exists()}
 
 
 def without_comments(text: str) -> str:

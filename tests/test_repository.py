@@ -2,7 +2,9 @@
 
 import ast
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from jetrl_bench import provenance
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -136,3 +140,32 @@ def test_the_slurm_profile_gives_memory_once():
     rules = "".join(path.read_text() for path in (ROOT / "workflow" / "rules").glob("*.smk"))
     assert "mem_mb" not in rules
     assert "retries" not in profile, "retries stand at the rules that resume, and nowhere else"
+
+
+def test_the_source_hash_covers_what_training_really_loads():
+    code = "import sys, jetrl_bench.loop, jetrl_bench.base; print(*[m for m in sys.modules if m[:6] == 'jetrl_'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = {name.split(".")[1] for name in done.stdout.split() if "." in name} - {"methods"}
+    covered = {path.stem for path in provenance.numerical_files() if path.suffix == ".py"}
+    assert len(loaded) > 20 and loaded - covered == set(provenance.LEFT_OUT) & loaded
+    assert set((ROOT / "jetrl_bench" / "csrc").iterdir()) <= set(provenance.numerical_files())
+
+
+def test_the_source_hash_changes_with_code_alone(tmp_path):
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "jetrl_bench", package, ignore=shutil.ignore_patterns("__pycache__"))
+    source_hash = provenance.source_hash.__wrapped__
+    before = source_hash(package)
+    for name, text in [
+        ("loss.py", "\n# a remark\n"),
+        ("tables.py", "\nx = 1\n"),
+        ("csrc/gemm.c", "\n/* a remark */\n"),
+    ]:
+        with open(package / name, "a") as file:
+            file.write(text)
+        assert source_hash(package) == before
+    for name, text in [("layers.py", "\nx = 1\n"), ("csrc/scales.h", "\nint x;\n"), ("vllm_transfer.py", "\nx = 1\n")]:
+        with open(package / name, "a") as file:
+            file.write(text)
+        changed, before = before, source_hash(package)
+        assert changed != before, name
