@@ -29,9 +29,10 @@ def source_hash(package: Path = PACKAGE) -> str:
     digest = hashlib.sha256()
     for path in numerical_files(package):
         text = path.read_text(encoding="utf-8")
-        code = (
-            without_comments(text) if path.suffix == ".py" else re.sub(r"/\*.*?\*/|//[^\n]*|\s+", " ", text, flags=re.S)
-        )
+        if path.suffix == ".py":
+            code = without_comments(text)
+        else:
+            code = " ".join(re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.S).split())
         digest.update(f"{path.relative_to(package).as_posix()}\0{code}\0".encode())
     return digest.hexdigest()[:16]
 
