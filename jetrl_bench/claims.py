@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from jetrl_bench import stats
 from jetrl_bench.config import Format, Strict
@@ -94,8 +94,16 @@ class Claim(Strict):
     """The only rollout format whose runs may speak about the claim; None: a claim about no format."""
     horizon: int = Field(ge=1)
     """Samples that every arm must have trained on."""
-    seeds: int = Field(ge=2)
     test: Test
+    seeds: int = Field(ge=1)
+    """Fewest seeds that decide it; one is enough only for an exact zero."""
+
+    @field_validator("seeds")
+    @classmethod
+    def _enough(cls, seeds: int, info: ValidationInfo) -> int:
+        if seeds < 2 and not isinstance(info.data.get("test"), Zero):
+            raise ValueError("1 seed has no interval; at least 2, except for a test of kind zero")
+        return seeds
 
 
 class Decision(NamedTuple):
@@ -284,6 +292,13 @@ _DECIDERS: dict[str, Callable] = {
 }
 
 
+def concerning(claims: list[Claim], study: Study) -> list[Claim]:
+    """The claims about experiments that the configuration selects; all of them where it selects none that has any."""
+    if study.config is None:
+        return claims
+    return [claim for claim in claims if claim.experiment in study.config.selected()] or claims
+
+
 def table(decisions: list[Decision], study: Study, command: str) -> Table:
     rows = [[d.claim.statement, d.verdict, d.evidence, d.claim.published] for d in decisions]
     return Table(
@@ -311,8 +326,8 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    claims = read(args.claims)
     study = load(args.runs, args.config, args.partial)
+    claims = concerning(read(args.claims), study)
     decisions = [decide(claim, study) for claim in claims]
     write(table(decisions, study, "claims"), args.out)
     for decision in decisions:

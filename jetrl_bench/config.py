@@ -39,6 +39,7 @@ def _number(value: Any) -> Any:
 Real = Annotated[float, BeforeValidator(_number)]
 Format = Literal["e4m3", "e5m2", "e3m2", "e4m1", "e2m1"]
 Groups = Literal["block", "row", "tensor"]
+Benchmark = Literal["aime_2024", "math_500", "gsm8k"]
 
 
 class ModelConfig(Strict):
@@ -253,13 +254,16 @@ class EvaluateConfig(Strict):
     """Held-out problems of the training task."""
     temperature: Real = Field(1.0, ge=0)
     """0 is greedy."""
-    benchmarks: list[Literal["aime_2024", "math_500", "gsm8k"]] = ["aime_2024", "math_500"]
+    benchmarks: list[Benchmark] = ["aime_2024", "math_500"]
     samples: int = Field(1, ge=1)
     """k, samples per benchmark problem."""
     max_tokens: int = Field(64, ge=1)
     """Token budget of a benchmark answer."""
-    limit: int | None = Field(None, ge=1)
-    """Use only the first problems of each benchmark (a smoke setting; the table says so)."""
+    limit: Annotated[int, Field(ge=1)] | dict[Benchmark, Annotated[int, Field(ge=1)]] | None = None
+    """Use only the first problems: of each benchmark, or of those named here (the table says so)."""
+
+    def limit_of(self, benchmark: str) -> int | None:
+        return self.limit.get(benchmark) if isinstance(self.limit, dict) else self.limit
 
 
 class CostConfig(Strict):

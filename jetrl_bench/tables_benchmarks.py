@@ -19,7 +19,7 @@ def benchmark_answers(run: RunRecord, task: str, study: Study, checkpoint: str =
     answers = run.answers(task, "deployment", checkpoint)
     if answers is None or study.config is None:
         return answers
-    asked, limit = study.config.evaluate.samples, study.config.evaluate.limit
+    asked, limit = study.config.evaluate.samples, study.config.evaluate.limit_of(task)
     if len(answers[0]) != asked:
         raise ValueError(f"{run.folder}: {task}: {len(answers[0])} samples a problem, {asked} asked")
     if limit is not None and len(answers) > limit:
@@ -185,7 +185,7 @@ def plumbing(study: Study, scripted: Path | None = None) -> Table:
     for task in tasks:
         label = BENCHMARKS[task]
         columns += [f"{label} avg@{k or 'k'}", f"{label} truncated", f"{label} no answer"]
-    limit = study.config.evaluate.limit if study.config else None
+    limits = {task: study.config.evaluate.limit_of(task) for task in tasks} if study.config else {}
     budget = f", {study.config.evaluate.max_tokens} new tokens" if study.config else ""
     return Table(
         name="plumbing",
@@ -194,8 +194,7 @@ def plumbing(study: Study, scripted: Path | None = None) -> Table:
         columns=columns,
         rows=rows,
         glossary=[
-            f"avg@k: mean over problems of the mean over k samples{budget}"
-            + (f"; only the first {limit} problems of each benchmark." if limit else "."),
+            f"avg@k: mean over problems of the mean over k samples{budget}" + _limited(limits),
             "Truncated: cut off at the token budget. No answer: nothing to grade was found.",
             "Scripted models answer with the gold answers (must score exactly 1) and with nothing (exactly 0).",
             "A chain model cannot read competition mathematics: its scores here say nothing about it.",
@@ -203,6 +202,14 @@ def plumbing(study: Study, scripted: Path | None = None) -> Table:
         ],
         source=source_note(study, "table plumbing"),
     )
+
+
+def _limited(limits: dict[str, int | None]) -> str:
+    """How a glossary line ends that says which benchmarks were cut."""
+    if limits and len(set(limits.values())) == 1 and None not in limits.values():
+        return f"; only the first {next(iter(limits.values()))} problems of each benchmark."
+    cut = [f"{limit} of {BENCHMARKS[task]}" for task, limit in limits.items() if limit is not None]
+    return f"; only the first problems of a benchmark: {', '.join(cut)}." if cut else "."
 
 
 def _pooled(runs: Sequence[RunRecord], task: str, study: Study, checkpoint: str) -> np.ndarray | None:

@@ -55,10 +55,12 @@ def test_the_shipped_claims_cover_what_was_promised():
 
 
 def test_the_shipped_claims_name_arms_and_horizons_of_the_shipped_config():
-    suite = config.load([FILE.parent / "config.yaml"])
+    default = config.load([FILE.parent / "config.yaml"])
+    pretrained = config.load([FILE.parent / "config.yaml", FILE.parent / "smollm2.yaml"])
     for claim in claims.read(FILE):
         if claim.test.kind == "untestable":
             continue
+        suite = pretrained if claim.experiment == "smollm2" else default
         runs = dict(suite.experiment_runs(claim.experiment))
         for arm in {claim.test.arm, getattr(claim.test, "control", claim.test.arm)}:
             assert arm in runs, (claim.id, arm)
@@ -170,6 +172,20 @@ def test_bad_claims_are_refused_by_name(tmp_path, change, words):
         claims.read(path)
 
 
+def test_one_seed_is_enough_for_an_exact_zero_only():
+    assert _claim({"kind": "zero", "arm": "bf16", "metric": "max_abs"}, seeds=1).seeds == 1
+    with pytest.raises(ValueError, match="1 seed has no interval"):
+        _claim({"kind": "ratio_below", "arm": "a", "control": "b", "metric": "k3", "bound": 1.0}, seeds=1)
+
+
+def test_a_table_shows_the_claims_about_what_was_selected(loaded):
+    every = claims.read(FILE)
+    shown = claims.concerning(every, loaded)
+    assert {claim.experiment for claim in shown} == {"precision", "inflight"} < {claim.experiment for claim in every}
+    alone = [claim for claim in every if claim.experiment == "smollm2"]
+    assert claims.concerning(alone, loaded) == alone, "where none is about them, all are shown as not run"
+
+
 def test_the_verb_writes_a_table(tmp_path):
     root = write_study(tmp_path, {"seeds": [0]})
     parser = argparse.ArgumentParser()
@@ -177,4 +193,5 @@ def test_the_verb_writes_a_table(tmp_path):
     options = ["--runs", str(root / "runs"), "--config", str(root / "config.json"), "--claims", str(FILE)]
     assert claims.run(parser.parse_args([*options, "--out", str(tmp_path / "t")])) == 0
     text = (tmp_path / "t" / "claims.md").read_text()
-    assert "1 of 3 seeds of jetrl_exact" in text and text.count("| untestable here |") == len(claims.read(FILE))
+    concerned = [claim for claim in claims.read(FILE) if claim.experiment in ("precision", "inflight")]
+    assert "1 of 3 seeds of jetrl_exact" in text and text.count("| untestable here |") == len(concerned)

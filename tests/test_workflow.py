@@ -64,6 +64,16 @@ def test_bare_dry_run_plans_the_default():
     assert sum(name.startswith("evaluate_") for name in counts) == 14 + 2
 
 
+def test_a_pretrained_model_is_made_before_what_starts_from_it(suite):
+    """config/smollm2.yaml: one rule writes the folder; nothing of it is planned where a warm-up is trained."""
+    counts = jobs(snakemake(suite, "-n", "--configfile", "config/smollm2.yaml"))
+    assert counts["smollm2"] == counts["base"] == counts["evaluate_base"] == 1
+    assert counts["train"] == 3 and {"tables", "figures", "claims", "compare"} <= set(counts)
+    own = snakemake(suite, "-n", "--configfile", "config/smollm2.yaml", "--config", 'base={"checkpoint": "my/model"}')
+    assert own.returncode != 0 and "my/model/model.safetensors" in own.stdout + own.stderr
+    assert "smollm2" not in jobs(snakemake(suite, "-n"))
+
+
 @pytest.mark.parametrize("layer", ["smoke.yaml", "h100.yaml"])
 def test_every_shipped_configuration_plans_on_this_machine(layer):
     config = configs.load([ROOT / "config" / "config.yaml", ROOT / "config" / layer])

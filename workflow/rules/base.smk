@@ -15,7 +15,8 @@ rule base_config:
 
 rule base:
     input:
-        rules.base_config.output,
+        settings=rules.base_config.output,
+        pretrained=pretrained(),
     output:
         "state/base/{base}/base.json",
     log:
@@ -27,4 +28,4 @@ rule base:
     resources:
         gpu=GPUS,
     shell:
-        "jetrl_bench base --settings {input:q} --out state/base/{wildcards.base} > {log:q} 2>&1"
+        "jetrl_bench base --settings {input.settings:q} --out state/base/{wildcards.base} > {log:q} 2>&1"

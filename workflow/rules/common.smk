@@ -57,6 +57,12 @@ def base_text(wildcards):
     return plan.base_text(next(run for run in RUNS.values() if run.base == wildcards.base))
 
 
+def pretrained():
+    """Weights of the folder that replaces the warm-up."""
+    folder = CONFIG.base.checkpoint
+    return [] if folder is None else [f"{folder}/model.safetensors"]
+
+
 def base_of(wildcards):
     return f"state/base/{run_of(wildcards).base}/base.json"
 

