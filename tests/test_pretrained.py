@@ -106,10 +106,8 @@ def test_from_a_checkpoint_to_rows_with_a_step_0_row(pretrained, tmp_path, metho
     assert written[0][1] != (pretrained / "model.safetensors").read_bytes()
 
     (tmp_path / "data").mkdir()
-    evaluator = Evaluator(
-        EvaluateConfig(problems=8, benchmarks=[], temperature=0), tmp_path / "data", tmp_path / "cache"
-    )
-    evaluated = Evaluated(tmp_path / "one", run, tmp_path / "bases" / run.base_digest())
+    evaluator = Evaluator(EvaluateConfig(benchmarks=[], temperature=0), tmp_path / "data", tmp_path / "cache")
+    evaluated = Evaluated(tmp_path / "one", run, tmp_path / "bases" / run.base_digest(), problems=8)
     rows = evaluate(evaluated, evaluator)["arithmetic"]
     flows = {"bf16": ["deployment"], "fp8_rollout": ["deployment", "training"], "jetrl": ["deployment", "bf16"]}[method]
     assert {(row.flow, row.checkpoint) for row in rows} == {(f, c) for f in flows for c in ("base", "final")}
