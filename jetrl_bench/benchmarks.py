@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from jetrl_bench.config import EvaluateConfig
 from jetrl_bench.record import SampleRow
+from jetrl_bench.verify_text import normalise
 
 MAX_ERROR_SHARE = 0.05
 """Above this share of answers that the grader failed on, no score is given."""
@@ -26,7 +27,7 @@ TASKS = Path(__file__).parent / "lm_eval_tasks"
 @dataclass(frozen=True)
 class Evaluation:
     rows: list[dict]
-    """One per sample: task, problem, sample, status, tokens, finish_reason."""
+    """One per sample: task, problem, sample, status, tokens, finish_reason, answer."""
     scores: dict[str, float]
     """lm-eval's aggregate (avg@k) by benchmark; equal to the share of correct rows."""
     over_limit: int
@@ -100,6 +101,7 @@ def evaluate_benchmarks(
                         "status": reply.verdict.status,
                         "tokens": reply.num_tokens,
                         "finish_reason": reply.finish_reason,
+                        "answer": _spelling(reply.verdict.answer) if samples > 1 else None,
                     }
                 )
         failed = [row for row in own if row["status"] == "error"]
@@ -110,6 +112,11 @@ def evaluate_benchmarks(
         assert abs(scores[name] - sum(row["status"] == "correct" for row in own) / len(own)) < 1e-9
         rows += own
     return Evaluation(rows, scores, len(model.over_limit))
+
+
+def _spelling(answer: str | None) -> str | None:
+    """Canonical and short: equal spellings are one vote."""
+    return None if answer is None else normalise(answer)[:200]
 
 
 def _sample_rows(evaluation: Evaluation) -> list[SampleRow]:

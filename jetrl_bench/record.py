@@ -137,6 +137,8 @@ class SampleRow(Strict):
     flow: Literal["deployment", "training", "bf16"]
     checkpoint: Literal["base", "final"] = "final"
     """base: the warm-up (the step-0 row of every arm)."""
+    answer: str | None = Field(None, exclude_if=lambda answer: answer is None)
+    """What was read out of a benchmark's reply, where a problem has several (for majority votes)."""
 
 
 class Manifest(Strict):

@@ -327,6 +327,8 @@ def pack_samples(rows: list[SampleRow]) -> bytes:
             "finish": "".join(_FINISH[row.finish_reason] for row in members),
             "tokens": [row.tokens for row in members],
         }
+        if any(row.answer is not None for row in members):
+            line["answer"] = [row.answer for row in members]
         lines.append(json.dumps(line, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
     return gzip.compress("".join(line + "\n" for line in lines).encode(), compresslevel=9, mtime=0)
 
@@ -336,10 +338,11 @@ def unpack_samples(data: bytes, path: Path | str = "samples") -> list[SampleRow]
     finish = {letter: word for word, letter in _FINISH.items()}
     rows = []
     try:
-        for text in gzip.decompress(data).decode().splitlines():
+        for text in gzip.decompress(data).decode().split("\n")[:-1]:
             line = json.loads(text)
-            columns = zip(line["problem"], line["status"], line["finish"], line["tokens"], strict=True)
-            for problem, letter, end, tokens in columns:
+            answers = line.get("answer", [None] * len(line["problem"]))
+            columns = zip(line["problem"], line["status"], line["finish"], line["tokens"], answers, strict=True)
+            for problem, letter, end, tokens, answer in columns:
                 rows.append(
                     SampleRow(
                         task=line["task"],
@@ -350,6 +353,7 @@ def unpack_samples(data: bytes, path: Path | str = "samples") -> list[SampleRow]
                         finish_reason=finish[end],
                         flow=line["flow"],
                         checkpoint=line["checkpoint"],
+                        answer=answer,
                     )
                 )
     except (OSError, EOFError, KeyError, ValueError) as error:

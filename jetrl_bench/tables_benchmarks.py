@@ -52,6 +52,7 @@ def benchmarks(study: Study) -> Table:
                         stats.hierarchical(final),
                         None if base is None else stats.paired_by_problem(final, base),
                         stats.mean_pass_at_k(final, k) if k > 1 else None,
+                        _majority([benchmark_answers(run, task, study) for run in runs]),
                         shares.truncated,
                         shares.no_answer,
                         shares.finished,
@@ -71,6 +72,7 @@ def benchmarks(study: Study) -> Table:
             "avg@k, final",
             "final - step 0",
             "pass@(k x seeds)",
+            "maj@k",
             "truncated",
             "no answer",
             "score on finished answers",
@@ -80,6 +82,8 @@ def benchmarks(study: Study) -> Table:
             f"avg@k: mean over problems of the mean over k samples of every seed; {PROBLEMS}.",
             "final - step 0: paired by problem, bootstrap over problems. pass@n: unbiased, mean over problems of the "
             "probability that one of n samples is right.",
+            "maj@k: the most frequent answer of a problem's k samples, ties in proportion; mean over seeds. All right "
+            "answers are one answer, wrong ones are told apart by their canonical spelling.",
             "Truncated: cut off at the token budget. Finished answers: all that were not.",
         ],
         source=source_note(study, "table benchmarks"),
@@ -221,6 +225,18 @@ def _pooled(runs: Sequence[RunRecord], task: str, study: Study, checkpoint: str)
         raise ValueError(f"{task}: seeds of {runs[0].method} were evaluated on different numbers of problems")
     scores = [np.array([[float(row.status == "correct") for row in rows] for rows in a]) for a in answers]
     return np.concatenate(scores, axis=1)
+
+
+def _majority(runs: Sequence[Sequence[Sequence[SampleRow]]]) -> float | None:
+    """Mean over runs of maj@k of answers [P][K]; None where k is 1."""
+    if any(len(rows) < 2 for answers in runs for rows in answers):
+        return None
+    votes = []
+    for answers in runs:
+        correct = np.array([[float(row.status == "correct") for row in rows] for rows in answers])
+        spelled = [[True if row.status == "correct" else row.answer for row in rows] for rows in answers]
+        votes.append(stats.maj_at_k(spelled, correct))
+    return float(np.mean(votes))
 
 
 def _held_out(run: RunRecord, flow: str) -> np.ndarray | None:

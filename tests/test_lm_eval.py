@@ -140,6 +140,7 @@ def test_all_repeats_count(small_data):
     result = evaluate(script, small_data, samples=4, limit=1)
     assert result.scores == {"aime_2024": 0.25}
     assert [row["status"] for row in result.rows] == ["no_answer"] * 3 + ["correct"]
+    assert [row["answer"] for row in result.rows] == [None] * 3 + ["40"], "kept for majority votes"
 
 
 def test_one_process_many_checkpoints(small_data):

@@ -145,7 +145,9 @@ STATUS = ["correct", "wrong", "no_answer", "truncated", "timeout", "error"]
             st.sampled_from(["deployment", "training", "bf16"]),
             st.sampled_from(["base", "final"]),
         ),
-        st.tuples(st.sampled_from(STATUS), st.integers(0, 99), st.sampled_from(["stop", "length"])),
+        st.tuples(
+            st.sampled_from(STATUS), st.integers(0, 99), st.sampled_from(["stop", "length"]), st.none() | st.text()
+        ),
         max_size=30,
     )
 )
@@ -153,9 +155,9 @@ def test_packing_gives_back_every_row(cells):
     rows = [
         SampleRow(
             task=task, problem=problem, sample=sample, flow=flow, checkpoint=checkpoint, status=status, tokens=tokens,
-            finish_reason=end,
+            finish_reason=end, answer=answer,
         )
-        for (task, problem, sample, flow, checkpoint), (status, tokens, end) in cells.items()
+        for (task, problem, sample, flow, checkpoint), (status, tokens, end, answer) in cells.items()
     ]  # fmt: skip
     packed = study.pack_samples(rows)
     assert sorted(map(repr, study.unpack_samples(packed))) == sorted(map(repr, rows))

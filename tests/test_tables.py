@@ -10,8 +10,9 @@ import pytest
 from scipy import stats as sp
 from synthetic import write_study
 
-from jetrl_bench import importers, render, stats, study, tables
+from jetrl_bench import importers, render, stats, study, tables, tables_benchmarks
 from jetrl_bench.quantities import time_to_target
+from jetrl_bench.record import SampleRow
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +231,27 @@ def test_benchmarks_of_a_pretrained_model_with_repeats(tmp_path):
     first.write_text("".join(line + "\n" for line in first.read_text().splitlines() if '"sample": 1' not in line))
     with pytest.raises(ValueError, match="1 samples a problem, 2 asked"):
         tables.BUILDERS["benchmarks"](study.load(root / "runs", root / "config.json"))
+
+
+def test_majority_votes_are_taken_within_a_run():
+    def rows(*answers):
+        return [
+            SampleRow(
+                task="aime_2024", problem="p", sample=i, status="correct" if right else "wrong", tokens=1,
+                finish_reason="stop", flow="deployment", answer=answer,
+            )
+            for i, (answer, right) in enumerate(answers)
+        ]  # fmt: skip
+
+    right_spelled_twice = rows(("1/2", True), ("0.5", True), ("3", False))
+    wrong_majority = rows(("3", False), ("3", False), ("1/2", True))
+    tie_of_three = rows(("1/2", True), ("4", False), ("3", False))
+    silent = rows((None, False), (None, False), ("1/2", True))
+    vote = tables_benchmarks._majority
+    assert vote([[right_spelled_twice, wrong_majority]]) == 0.5
+    assert vote([[tie_of_three, silent]]) == pytest.approx((1 / 3 + 1) / 2)
+    assert vote([[right_spelled_twice], [wrong_majority]]) == 0.5
+    assert vote([[rows(("1/2", True))]]) is None
 
 
 def test_toy_models_have_no_benchmark_table(loaded):
