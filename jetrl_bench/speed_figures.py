@@ -8,36 +8,36 @@ from jetrl_bench.stats import Interval
 
 
 def phases_figure(record: dict):
-    """Share of a step that each phase takes, an arm a bar. -> figure, CSV."""
-    arms = arms_of(record)
-    named = [n for n in arms if {"step", *PHASES} <= record["median"].get(n, {}).keys()]
-
-    def words(name: str) -> str:
-        engine = arms[name]["engine"]
-        return label(name, arms[name]) + (f", {engine}" if arms[name]["kind"] == "method" else "")
-
-    figure, ax = plt.subplots(figsize=(6.8, 0.9 + 0.24 * len(named)), layout="constrained")
+    """Share of a step that each phase takes: an engine a panel, an arm a bar. -> figure, CSV."""
+    arms = {n: a for n, a in arms_of(record).items() if {"step", *PHASES} <= record["median"].get(n, {}).keys()}
+    engines = list(dict.fromkeys(arm["engine"] for arm in arms.values()))
+    panels = [[name for name in arms if arms[name]["engine"] == engine] for engine in engines]
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(1.4 + 4.2 * len(panels), 0.9 + 0.23 * max(map(len, panels))), layout="constrained",
+        squeeze=False, sharex=True,
+    )  # fmt: skip
     lines = ["arm,engine,phase,seconds,share"]
-    for index, (phase, title) in enumerate(PHASES.items()):
-        left = [_before(record["median"][name], phase) for name in named]
-        share = [record["median"][name][phase] / record["median"][name]["step"] for name in named]
-        ax.barh(range(len(named)), [100 * s for s in share], 0.72, left=[100 * x for x in left],
-                color=PALETTE[index] if phase != "other" else "#999999", label=title)  # fmt: skip
-        for y, (s, x) in enumerate(zip(share, left)):
-            if s > 0.045:
-                ax.text(100 * (x + s / 2), y, f"{100 * s:.0f}", ha="center", va="center", color="white", fontsize=6.5)
-            name, engine = label(named[y], arms[named[y]]).replace(",", ""), arms[named[y]]["engine"]
-            lines.append(f"{name},{engine},{phase},{record['median'][named[y]][phase]:.6g},{s:.6g}")
-    ax.set_yticks(
-        range(len(named)),
-        [f"{words(name)}   {record['median'][name]['step']:.2f} s" for name in named],
-    )
-    ax.invert_yaxis()
-    ax.set_xlim(0, 100)
-    ax.set_xlabel(f"share of a step, %   (beside each name: {record['unit']})")
-    ax.grid(False)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
-    ax.set_title(f"Phase shares of an RL step ({record['kind']})", loc="left")
+    for ax, engine, names in zip(axes[0], engines, panels):
+        for index, (phase, title) in enumerate(PHASES.items()):
+            left = [100 * _before(record["median"][name], phase) for name in names]
+            share = [record["median"][name][phase] / record["median"][name]["step"] for name in names]
+            colour = PALETTE[index] if phase != "other" else "#999999"
+            ax.barh(range(len(names)), [100 * s for s in share], 0.74, left=left, color=colour, label=title)
+            for y, (s, x) in enumerate(zip(share, left)):
+                if s > 0.06:
+                    words = f"{100 * s:.0f}"
+                    ax.text(x + 50 * s, y, words, ha="center", va="center", color="white", fontsize=6.5)
+                name = label(names[y], arms[names[y]]).replace(",", "")
+                lines.append(f"{name},{engine},{phase},{record['median'][names[y]][phase]:.6g},{s:.6g}")
+        ticks = [f"{label(name, arms[name])}   {record['median'][name]['step']:.2f} s" for name in names]
+        ax.set_yticks(range(len(names)), ticks)
+        ax.set_ylim(len(names) - 0.4, -0.6)
+        ax.set_xlim(0, 100)
+        ax.set_title(f"engine: {engine}", loc="left", fontweight="bold")
+        ax.set_xlabel("share of a step, %")
+        ax.grid(False)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PHASES))
+    figure.suptitle(f"Phase shares of an RL step ({record['kind']}); beside each name {record['unit']}", fontsize=8.5)
     return figure, "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,9 @@
 """Measured steps: the work is what it says, arms take turns, warm-up counts nowhere. No assertion on real seconds."""
 
+import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -372,3 +374,17 @@ def test_another_schema_is_refused(tmp_path):
     path.write_text('{"schema": 1, "what": "step"}')
     with pytest.raises(ValueError, match="not a record of `speed step` or `speed sweep`, schema 2"):
         speed_report.read(path)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_takes_the_same_steps(tmp_path):
+    methods = {name: config.registry()[name] for name in ("fp8_rollout", "pipelinerl")}
+    job = replace(TINY, hidden=64)  # vLLM's attention on a CPU has heads of at least 32
+    arms = speed_arms.method_arms(job, methods, ["vllm"], "cpu", "emulated", tmp_path)
+    found = speed_arms.measure(job, arms, rounds=1, warmup=1)
+    assert set(found["median"]) == {"vllm:fp8_rollout", "vllm:pipelinerl"}
+    for name, median in found["median"].items():
+        assert sum(median[phase] for phase in speed_step.PHASES) == pytest.approx(median["step"])
+        assert min(median[phase] for phase in ("rollout", "sync", "train")) > 0
+        assert found["arms"][name]["work"]["rollout_tokens"] == job.samples * job.new_tokens
