@@ -192,8 +192,8 @@ def sweep_table(record: dict) -> Table:
 SWEPT = ("step", "rollout", "train")
 _RATIOS = "Ratios: geometric mean over paired rounds, 95 % t interval; above 1 is a slow-down."
 _EMULATED = (
-    "FP8 is emulated: every value is rounded in software before a bf16 product, so e4m3 is slower than bf16 here, and "
-    "the ratio says nothing about FP8 hardware."
+    "FP8 is emulated: every value is rounded in software before a bf16 product. A ratio is the price of that, and says "
+    "nothing about FP8 hardware."
 )
 
 
