@@ -39,10 +39,12 @@ INLINE __m512i row_pair(const uint16_t *x, i64 ldx, i64 t, i64 T, i64 c, i64 C) 
 }
 /* x [K, N] with the reduction running down the rows -> the same tiles */
 void pack_columns(const uint16_t *x, i64 ldx, i64 N, i64 K, uint16_t *out) {
-    for (i64 n = 0; n < N; n += 32)
-        for (i64 k = 0; k < K; k += 32)
-            for (i64 h = 0; h < 32; h += 16, out += 512)
-                for (i64 p = 0; p < 16; p++) _mm512_storeu_si512(out + 32 * p, row_pair(x, ldx, k + 2 * p, K, n + h, N));
+    i64 Kp = PAD(K, 32);
+    for (i64 k = 0; k < K; k += 32)
+        for (i64 n = 0; n < N; n += 32)
+            for (i64 h = 0; h < 32; h += 16)
+                for (i64 p = 0; p < 16; p++)
+                    _mm512_storeu_si512(out + n * Kp + 32 * (k + h + p), row_pair(x, ldx, k + 2 * p, K, n + h, N));
 }
 INLINE void swap_stage(__m512i *v, const int s) { /* transpose the off-diagonal s x s blocks of 16 x 16 words */
     int32_t ia[16], ib[16];
@@ -59,8 +61,8 @@ INLINE void swap_stage(__m512i *v, const int s) { /* transpose the off-diagonal 
 /* x [T, C] -> out [ceil C/32 * 32, ceil T/32 * 32], zero padded */
 static void transpose(const uint16_t *x, i64 ldx, i64 T, i64 C, uint16_t *out) {
     i64 Tp = PAD(T, 32);
-    for (i64 c = 0; c < PAD(C, 32); c += 16)
-        for (i64 t = 0; t < T; t += 32) {
+    for (i64 t = 0; t < T; t += 32)
+        for (i64 c = 0; c < PAD(C, 32); c += 16) {
             __m512i v[16];
             for (int p = 0; p < 16; p++) v[p] = row_pair(x, ldx, t + 2 * p, T, c, C);
             swap_stage(v, 1); swap_stage(v, 2); swap_stage(v, 4); swap_stage(v, 8);
@@ -103,7 +105,7 @@ INLINE void gemm_tiles(const uint16_t *x, i64 ldx, i64 M, i64 K, const float *xs
     i64 Kp = PAD(K, 32), Kg = Kp + 32, nb = PAD(K, 128) / 128; /* Kg: a gap between rows, for the cache's sets */
     float part[1024] __attribute__((aligned(64))), total[1024] __attribute__((aligned(64)));
     uint16_t *rows = M % 32 || K % 32 || spec ? aligned_alloc(64, 64 * Kg) : NULL;
-    if (rows) memset(rows, 0, 64 * Kg);
+    if (rows && K % 32) memset(rows, 0, 64 * Kg);
     for (i64 m = 0; m < M; m += 32) {
         i64 mn = M - m < 32 ? M - m : 32, lda = ldx;
         const uint16_t *a = x + m * ldx;
