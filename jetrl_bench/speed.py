@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class, parser.description = argparse.RawDescriptionHelpFormatter, __doc__
     what = parser.add_subparsers(dest="what", required=True)
     step = what.add_parser("step", help="whole RL steps by phase, for every method and engine")
-    step.add_argument("--config", nargs="+", type=Path, metavar="FILE", help="its methods (default: the registry's)")
+    step.add_argument(
+        "--config", nargs="+", type=Path, metavar="FILE", help="the methods it selects (default: the registry)"
+    )
     step.add_argument("--methods", nargs="+", metavar="NAME", help="only these")
     step.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="default: all installed")
     step.add_argument("--peer", type=Path, metavar="SCRIPT", help="another trainer's script, run beside ours")

@@ -56,10 +56,12 @@ class Arm:
 
 
 def methods_of(paths: list[Path] | None, names: list[str] | None) -> dict[str, Method]:
-    """Of the configuration's methods, or of the registry's, those asked for (default: all)."""
+    """Those asked for (default: the methods of the configuration's selected experiments, or the whole registry)."""
     if paths:
         settings = config.load(paths)
         known = {name: settings.method(name) for name in settings.methods}
+        selected = [name for experiment in settings.selected().values() for name in experiment.methods]
+        names = names or list(dict.fromkeys(selected))
     else:
         known = dict(config.registry())
     for name in names or []:

@@ -222,6 +222,17 @@ def test_every_method_of_the_registry_has_a_row(registry_record):
     assert set(speed_report.PHASES) == set(speed_step.PHASES)
 
 
+def test_a_configuration_brings_the_methods_it_selects(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "methods: {a: {kind: bf16}, b: {kind: jetrl, flow: {format: e5m2}}, c: {kind: jetrl}}\n"
+        "experiments: {one: [b, a], two: [a], three: [c]}\nselect: [one, two]\n"
+    )
+    found = speed_arms.methods_of([path], None)
+    assert list(found) == ["b", "a"] and found["b"].flow.format == "e5m2"
+    assert list(speed_arms.methods_of([path], ["c"])) == ["c"]
+
+
 def test_ratios_are_taken_within_an_engine_and_contain_their_estimate(registry_record):
     pairs = registry_record["ratio"]
     assert {"e4m3/bf16", "reference:jetrl/reference:bf16"} <= pairs.keys()
