@@ -88,21 +88,22 @@ def prepare_weight(
     sizes = tuple(w.shape[0] for w in parts)
     if not quantized:
         return Weight(bf16, Factor(bf16), [Factor(bf16, transposed=True)], sizes, bias, False, masters)
-    spec, operands, scales, dgrad = side.forward, [], [], []
+    spec, scales, dgrad = side.forward, [], []
     if side.backend != "emulated":
         each = bias.split(sizes) if biases else [None] * len(parts)
         real = tuple(backends.ready(part, b, side.backend, spec) for part, b in zip(parts, each))
         return Weight(bf16, Factor(bf16), [], sizes, bias, True, masters, real)
-    for part in parts:
+    operand = torch.empty_like(bf16)
+    for part, values in zip(parts, operand.split(sizes)):
         block = fp8.block_of(side.weight_groups, part.shape, weight=True)
-        values, scale = quantizer.quantize_blocks(part, block, spec, dequantize=spec.pow2, want_scales=not spec.pow2)
-        operands.append(values)
+        scale = quantizer.quantize_blocks(
+            part, block, spec, dequantize=spec.pow2, want_scales=not spec.pow2, out=values
+        )[1]
         if scale is not None:
             scales.append(_per_block(scale, block, part.shape))
             if side.weight_groups != "row":  # an output channel's scale varies along dgrad's reduction
                 flipped = (min(block[1], part.shape[1]), min(block[0], part.shape[0]))
                 dgrad.append(Factor(values, _per_block(scale.t(), flipped, part.shape[::-1]), transposed=True))
-    operand = torch.cat(operands)
     forward = Factor(operand, None if spec.pow2 else torch.cat(scales))
     backward = [Factor(operand, transposed=True)] if spec.pow2 else dgrad
     return Weight(bf16, forward, backward, sizes, bias, True, masters)

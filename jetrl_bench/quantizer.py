@@ -104,21 +104,22 @@ def quantize_blocks(
     dtype: torch.dtype = torch.bfloat16,
     noise: torch.Tensor | None = None,
     want_scales: bool = False,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantise [R, C] in blocks of block[0] x block[1], the last ones smaller where the sizes do not divide.
 
     Returns codes x scale (dequantize) or the codes' own values, in `dtype`, and fp32 scales [ceil R / br, ceil C / bc].
-    With power-of-two scales, and for codes, bf16 holds the result exactly.
+    With power-of-two scales, and for codes, bf16 holds the result exactly. out: a contiguous [R, C] of `dtype` to fill.
     """
     R, C = x.shape
     br, bc = min(block[0], R) or 1, min(block[1], C)
     native = library_for(x)
     if native is not None and noise is None:
         x = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty(R, C, dtype=dtype)
+        out = torch.empty(R, C, dtype=dtype) if out is None else out
         scales = torch.empty(-(-R // br), -(-C // bc), dtype=torch.float32) if want_scales else None
         native.quantize(
-            x.data_ptr(), x.stride(0), x.dtype == torch.bfloat16, out.data_ptr(), C, dtype == torch.bfloat16,
+            x.data_ptr(), x.stride(0), x.dtype == torch.bfloat16, ptr(out), C, dtype == torch.bfloat16,
             ptr(scales), R, C, br, bc, not dequantize, spec_pointer(spec),
         )  # fmt: skip
         return out, scales
@@ -128,5 +129,5 @@ def quantize_blocks(
     if noise is not None:
         noise = pad(pad(noise, br, 0), bc, 1).unflatten(1, (-1, bc)).unflatten(0, (-1, br))
     codes = round_to_format(y, spec, noise)
-    out = codes * scale if dequantize else codes
-    return out.flatten(2, 3).flatten(0, 1)[:R, :C].to(dtype), scale[:, 0, :, 0] if want_scales else None
+    values = (codes * scale if dequantize else codes).flatten(2, 3).flatten(0, 1)[:R, :C].to(dtype)
+    return values if out is None else out.copy_(values), scale[:, 0, :, 0] if want_scales else None

@@ -203,8 +203,8 @@ def machine(device: str, rounds: int) -> dict[str, float]:
 
 
 def ceilings(device: str, rounds: int) -> dict[str, float]:
-    """`machine`, and best of `rounds`: bytes/s (read and written) of a copy into a new array, and of
-    quantise-dequantise, which makes a new array too."""
+    """`machine`, and best of `rounds`: bytes/s (read and written) of a copy into a new array, and of quantise-dequantise
+    into a new array and (compiled) into one that exists."""
     x = torch.randn(COPY_SHAPE, device=device).bfloat16()
     rule = fp8.spec("e4m3")
     moved = 2 * x.nbytes
@@ -213,6 +213,9 @@ def ceilings(device: str, rounds: int) -> dict[str, float]:
     }
     quantise = lambda: quantizer.quantize_blocks(x, (1, fp8.BLOCK), rule)[0]  # noqa: E731
     if device == "cpu" and native.backend() == "compiled":
+        out = torch.empty_like(x)
+        filled = lambda: quantizer.quantize_blocks(x, (1, fp8.BLOCK), rule, out=out)  # noqa: E731
+        found["qdq_in_place_bytes_s"] = moved / min(seconds(filled, device) for _ in range(rounds))
         found["qdq_compiled_bytes_s"] = moved / min(seconds(quantise, device) for _ in range(rounds))
         fast = quantise()
         with native.eager():
@@ -287,6 +290,10 @@ def markdown(result: dict) -> str:
     size = f"bf16 {COPY_SHAPE[0]} x {COPY_SHAPE[1]}"
     lines.append(f"| copy in place, {size} | {top['copy_bytes_s'] / 1e9:.2f} GB/s |")
     lines.append(f"| copy into a new array | {top['clone_bytes_s'] / 1e9:.2f} GB/s |")
+    if "qdq_in_place_bytes_s" in top:
+        share = top["qdq_in_place_bytes_s"] / top["copy_bytes_s"]
+        rate = f"{top['qdq_in_place_bytes_s'] / 1e9:.2f} GB/s, {share:.3f} of its copy"
+        lines.append(f"| quantise-dequantise in place, compiled | {rate} |")
     for key, name in (("qdq_compiled_bytes_s", "compiled"), ("qdq_portable_bytes_s", "portable (torch)")):
         if key in top:
             share = top[key] / top["clone_bytes_s"]
