@@ -203,8 +203,8 @@ def machine(device: str, rounds: int) -> dict[str, float]:
 
 
 def ceilings(device: str, rounds: int) -> dict[str, float]:
-    """`machine`, and best of `rounds`: bytes/s (read and written) of a copy into a new array, and of quantise-dequantise
-    into a new array and (compiled) into one that exists."""
+    """`machine`, and best of `rounds`: bytes/s (read and written) of a copy into a new array, and of quantising and
+    dequantising into a new array and (compiled) into one that exists."""
     x = torch.randn(COPY_SHAPE, device=device).bfloat16()
     rule = fp8.spec("e4m3")
     moved = 2 * x.nbytes
