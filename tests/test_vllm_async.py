@@ -1,6 +1,6 @@
 """vLLM in processes of its own: conformance, in-flight updates over shared memory and gloo, processes that die.
 
-Skipped where vLLM is not installed. All of it runs on one worker of pytest-xdist (--dist loadgroup), on shared engines.
+Skipped where vLLM is not installed. The engines are shared: run it on one worker of pytest-xdist (--dist loadfile).
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from jetrl_bench.conformance import CHECKS, STEPWISE_ONLY, Nonconformance, reque
 from jetrl_bench.errors import WorkerDied  # noqa: E402
 from jetrl_bench.rollout_vllm_async import AsyncVLLMEngine  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
