@@ -70,7 +70,7 @@ def attention(qkv, starts, heads: Heads, cos, sin, kv_spec: None, *, save: bool 
         check_length(L, cos.shape[0])
         q, k, v = (x.transpose(0, 1) for x in _qkv(qkv[t:end], heads, cos[:L], sin[:L]))
         k, v = (F.pad(x, (0, 0, 0, -L % 16)).repeat_interleave(heads.num_heads // len(k), 0) for x in (k, v))
-        visible = torch.ones(L, k.shape[1], dtype=torch.bool).tril()
+        visible = torch.ones(L, k.shape[1], dtype=torch.bool, device=qkv.device).tril()
         out.append(_attend(lane_matmul(q, k.transpose(1, 2)) * heads.scale, visible, v).transpose(0, 1).flatten(1))
     return torch.cat(out), None
 
@@ -86,6 +86,6 @@ def decode(qkv, slots, positions, heads: Heads, cos, sin, kv_spec: None, cache: 
     q = q.unflatten(1, (heads.num_kv_heads, -1))
     L = int(positions.max()) + 1
     L += -L % 16
-    visible = torch.arange(L) <= positions[:, None, None, None]
+    visible = torch.arange(L, device=qkv.device) <= positions[:, None, None, None]
     scores = lane_matmul(q, cache.keys[slots, :, :, :L]) * heads.scale
     return out.copy_(_attend(scores, visible, cache.values[slots, :, :L]).flatten(1))
