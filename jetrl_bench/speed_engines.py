@@ -38,7 +38,7 @@ RANDOM = "random"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", action="append", metavar="FOLDER",
-        help=f"a Hugging Face folder, or '{RANDOM}': random weights of 3.3M parameters (the default); may be repeated",
+        help=f"a Hugging Face folder, or '{RANDOM}': random weights of 3.4M parameters (the default); may be repeated",
     )  # fmt: skip
     for name, value, what in (("sequences", 64, "sequences at once"), ("tokens", 128, "new tokens of each")):
         parser.add_argument(f"--{name}", type=int, nargs="+", default=[value], metavar="N", help=f"{what}, for each "
