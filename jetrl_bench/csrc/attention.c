@@ -40,9 +40,7 @@ INLINE float softmax_row(float *s, i64 n, i64 np, float scale) {
     }
     vf top = SPLAT(fold_max(m));
     for (i64 j = 0; j < np; j += 16) {
-        vf d = load(s + j) - top;
-        vi tiny = d < SPLAT(-40.0f);
-        vf e = blend(tiny, SPLAT(0.0f), exp_within(blend(tiny, SPLAT(-40.0f), d)));
+        vf e = exp_above(-40.0f, load(s + j) - top);
         sum = sum + e;
         store(s + j, to_bf(e));
     }

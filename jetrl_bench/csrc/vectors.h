@@ -110,7 +110,7 @@ INLINE void any_store(void *p, i64 i, vf v, i64 n, int bf) {
 
 /* exp: Cephes' expf without fused operations; 0 below -87, e^88 above 88 */
 INLINE vf exp_within(vf c) { /* -87 <= c <= 88 */
-    vf n = (c * SPLAT(1.44269504088896341f) + SPLAT(12582912.0f)) - SPLAT(12582912.0f);
+    vf shifted = c * SPLAT(1.44269504088896341f) + SPLAT(12582912.0f), n = shifted - SPLAT(12582912.0f);
     vf r = c - n * SPLAT(0.693359375f);
     r = r - n * SPLAT(-2.12194440e-4f);
     vf p = SPLAT(1.9875691500e-4f);
@@ -120,12 +120,15 @@ INLINE vf exp_within(vf c) { /* -87 <= c <= 88 */
     p = p * r + SPLAT(1.6666665459e-1f);
     p = p * r + SPLAT(5.0000001201e-1f);
     vf y = p * (r * r) + r + SPLAT(1.0f);
-    vi k = __builtin_convertvector(n, vi);
-    return y * (vf)((k + 127) << 23);
+    return y * (vf)(((vi)shifted << 23) + (127 << 23)); /* the low bits of `shifted` are the integer n */
 }
-INLINE vf vexp(vf x) {
-    vf c = blend(x > SPLAT(88.0f), SPLAT(88.0f), x);
-    vi zero = c < SPLAT(-87.0f);
-    return blend(zero, SPLAT(0.0f), exp_within(blend(zero, SPLAT(-87.0f), c)));
+INLINE vf exp_above(float least, vf x) { /* e^x, 0 below `least`; x <= 88 */
+    vf y = exp_within(vmax(SPLAT(least), x));
+#if defined(__AVX512F__)
+    return (vf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)SPLAT(least), _CMP_NLT_UQ), (__m512)y);
+#else
+    return blend(x < SPLAT(least), SPLAT(0.0f), y);
+#endif
 }
+INLINE vf vexp(vf x) { return exp_above(-87.0f, vmin(SPLAT(88.0f), x)); }
 #endif
