@@ -18,9 +18,19 @@ from pathlib import Path
 
 import torch
 
-from jetrl_bench import record
+from jetrl_bench import devices, record
 from jetrl_bench.checkpoint import load_hf, save_hf
-from jetrl_bench.config import BaseConfig, FlowConfig, ModelConfig, RunSettings, Strict, TaskConfig, read_yaml, validate
+from jetrl_bench.config import (
+    BaseConfig,
+    FlowConfig,
+    ModelConfig,
+    RunSettings,
+    Strict,
+    TaskConfig,
+    TrainConfig,
+    read_yaml,
+    validate,
+)
 from jetrl_bench.logprobs import Batch, sequence_logprobs
 from jetrl_bench.model import Decoder, init_model
 from jetrl_bench.optimizer import AdamW
@@ -46,7 +56,7 @@ class BaseSettings(Strict):
         return _digest(self.model_dump(mode="json"))
 
 
-def warm_up(settings: BaseSettings | RunSettings, out: Path) -> dict:
+def warm_up(settings: BaseSettings | RunSettings, out: Path, device: str = "cpu") -> dict:
     """Train (or copy) the base checkpoint into `out`; returns what base.json says."""
     base, index, out = settings.base, settings.base_index, Path(out)
     if base.checkpoint is not None:
@@ -57,10 +67,11 @@ def warm_up(settings: BaseSettings | RunSettings, out: Path) -> dict:
     flow = make_flow(FlowConfig())
     model = init_model(settings.model, VOCAB_SIZE, seed_of(index, "base"))
     widen_(model)
+    model.to(device)
     optimizer = AdamW(model.parameters(), lr=base.lr, betas=BETAS, weight_decay=0.0, foreach=True)
     pass_at_1, updates = 0.0, 0
     while updates < base.max_updates:
-        batch = demonstrations(task, base, index, updates)
+        batch = demonstrations(task, base, index, updates).to(device)
         loss = -sequence_logprobs(model, flow, batch, 1.0)[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
@@ -114,8 +125,9 @@ def check(model: Decoder, settings: BaseSettings | RunSettings, update: int) -> 
     longest = task.longest_response()
     flow = make_flow(FlowConfig())
     engine = ReferenceEngine(
-        settings.model, VOCAB_SIZE, flow, max_slots=len(problems), max_len=max(map(len, prompts)) + longest
-    )
+        settings.model, VOCAB_SIZE, flow, max_slots=len(problems), max_len=max(map(len, prompts)) + longest,
+        device=model.head_weight.device,
+    )  # fmt: skip
     engine.load_weights(flow.export(model.named_parameters()), version=0, kv="keep")
     for number, prompt in enumerate(prompts):
         seed = seed_of(settings.base_index, "base", 3, update, number)
@@ -193,9 +205,16 @@ def _sha256(folder: Path) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", type=Path, required=True, help="base_index, base and model of a run (JSON)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="train.gpus: where the warm-up runs, no part of the result's name"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(int(os.environ.get("JETRL_THREADS", "1")))
-    warm_up(validate(BaseSettings, read_yaml(args.settings), str(args.settings)), args.out)
+    settings = validate(BaseSettings, read_yaml(args.settings), str(args.settings))
+    train = TrainConfig(gpus=args.gpus)
+    for line in devices.missing(train, set()):
+        raise ValueError(line)
+    warm_up(settings, args.out, devices.device_of(train))
     return 0

@@ -155,7 +155,7 @@ def evaluate_benchmark(unit, config: EvaluateConfig, data: Path) -> list[SampleR
                     stop_ids=stop_ids,
                 )
             )
-        return complete(unit.weights, unit.flow, requests, unit.engine)
+        return complete(unit, requests)
 
     shape = json.loads((Path(unit.weights) / "config.json").read_text(encoding="utf-8"))
     evaluation = evaluate_benchmarks(

@@ -97,6 +97,11 @@ def require(settings: RunSettings) -> None:
         raise ValueError(lines[0])
 
 
+def device_of(train: TrainConfig) -> str:
+    """Where a run's trainer and reference engine keep their tensors."""
+    return "cuda" if train.gpus else "cpu"
+
+
 def missing_for(config: Config) -> list[str]:
     """The same for everything that a configuration selects."""
     lines = []

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jetrl_bench import record
+from jetrl_bench import devices, record
 from jetrl_bench.config import EvaluateConfig, FlowConfig, RunSettings, Strict, TaskConfig, read_yaml, validate
 from jetrl_bench.data import read_status
 from jetrl_bench.record import FLOWS, SampleRow
@@ -81,6 +81,7 @@ class Unit:
     problems: int
     """Response limit and number of problems of the training task; benchmarks have their own."""
     engine: Literal["reference", "vllm"] = "reference"
+    device: str = "cpu"
 
 
 class Evaluator:
@@ -109,6 +110,7 @@ class Evaluator:
             "temperature": self.config.temperature,
             "seed": unit.seed,
             "engine": unit.engine,
+            "device": unit.device,
         }
         if isinstance(unit.task, str):
             return key | {
@@ -164,7 +166,7 @@ def sample_task(unit: Unit, config: EvaluateConfig, data: Path) -> list[SampleRo
         )
         for number, problem in enumerate(problems)
     ]
-    completions = complete(unit.weights, unit.flow, requests, unit.engine)
+    completions = complete(unit, requests)
     return [
         SampleRow(
             task=task.name,
@@ -179,11 +181,12 @@ def sample_task(unit: Unit, config: EvaluateConfig, data: Path) -> list[SampleRo
     ]
 
 
-def complete(weights: Path, flow: FlowConfig, requests: list, engine: str = "reference") -> list:
-    """Completions of requests, in their order, from the checkpoint in this precision."""
+def complete(unit: Unit, requests: list) -> list:
+    """Completions of requests, in their order, from the unit's checkpoint in its precision."""
     from jetrl_bench.checkpoint import load_hf
     from jetrl_bench.precision import make_flow
 
+    weights, flow = unit.weights, unit.flow
     config, vocab_size, state = load_hf(weights)
     longest = max(len(request.token_ids) + request.max_tokens for request in requests)
     if longest > config.max_position:
@@ -193,7 +196,7 @@ def complete(weights: Path, flow: FlowConfig, requests: list, engine: str = "ref
     slots = LARGE_SLOTS if sum(tensor.numel() for tensor in state.values()) > LARGE else SLOTS
     sizes = {"max_slots": min(slots, len(requests)), "max_len": longest}
     with tempfile.TemporaryDirectory() as scratch:
-        if engine == "vllm":
+        if unit.engine == "vllm":
             from jetrl_bench.rollout_vllm import make_vllm_engine
 
             folder = Path(scratch) / "engine"
@@ -204,7 +207,7 @@ def complete(weights: Path, flow: FlowConfig, requests: list, engine: str = "ref
             from jetrl_bench.rollout import ReferenceEngine
 
             precision = make_flow(flow)
-            sampler = ReferenceEngine(config, vocab_size, precision, **sizes)
+            sampler = ReferenceEngine(config, vocab_size, precision, device=unit.device, **sizes)
             sampler.load_weights(precision.export(state.items()), version=0, kv="keep")
         for request in requests:
             sampler.add(request)
@@ -242,6 +245,7 @@ class Evaluated:
             max_tokens=self.settings.train.max_tokens,
             problems=self.problems,
             engine=self.settings.train.engine if name == "deployment" else "reference",
+            device=devices.device_of(self.settings.train),
         )
 
 
@@ -308,6 +312,7 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(int(os.environ.get("JETRL_THREADS", "1")))
     for path in args.settings:
         run = read_run(path, args.bases, config)
+        devices.require(run.settings)
         if args.checkpoint == "base":
             evaluate(run, evaluator, ("base",))
             continue

@@ -27,15 +27,18 @@ class Batch(NamedTuple):
     total_lens: torch.Tensor
     """int64 [B], prompt and response"""
 
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(*(tensor.to(device) for tensor in self))
+
 
 def pack(batch: Batch) -> tuple[torch.Tensor, ...]:
     """Batch -> ids [T'] without padding and without each sequence's last token (it predicts nothing), starts [B + 1],
     rows [T] whose hidden states predict the response, and the response tokens [T]."""
     inputs = batch.total_lens - 1
     starts = F.pad(inputs.cumsum(0), (1, 0))
-    column = torch.arange(batch.token_ids.shape[1])
+    column = torch.arange(batch.token_ids.shape[1], device=inputs.device)
     ids = batch.token_ids[column < inputs[:, None]]
-    position = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], inputs)
+    position = torch.arange(int(starts[-1]), device=inputs.device) - torch.repeat_interleave(starts[:-1], inputs)
     rows = (position >= torch.repeat_interleave(batch.prompt_lens - 1, inputs)).nonzero()[:, 0]
     response = (column >= batch.prompt_lens[:, None]) & (column < batch.total_lens[:, None])
     return ids, starts, rows, batch.token_ids[response]

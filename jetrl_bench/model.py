@@ -124,7 +124,7 @@ class Decoder(nn.Module):
     @functools.cached_property
     def rope(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Made when first used: arithmetic on meta tensors would import torch's compiler, 1.4 CPU seconds."""
-        return rope_table(self.cfg)
+        return rope_table(self.cfg, self.head_weight.device)
 
     @property
     def head_weight(self) -> nn.Parameter:

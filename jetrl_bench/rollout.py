@@ -101,24 +101,25 @@ class ReferenceEngine:
 
     def __init__(
         self, cfg: ModelConfig, vocab_size: int, flow: PrecisionFlow, *, max_slots: int, max_len: int,
-        record_full: bool = False,
+        record_full: bool = False, device: torch.device | str = "cpu",
     ):  # fmt: skip
         kernels.check_length(max_len, cfg.max_position)
         self.cfg, self.vocab_size, self.flow = cfg, vocab_size, flow
         self.max_slots, self.max_len, self.record_full = max_slots, max_len, record_full
+        self.device = torch.device(device)
         self.policy_version = -1
         self._side = flow.rollout_side
         self._ops = Inference(self._side)
         self._kernels = self._ops.kernels
         self._heads = Heads(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
-        self._rope = rope_table(cfg)
+        self._rope = rope_table(cfg, self.device)
         self._manifest = manifest(cfg, vocab_size)
         length = max_len + -max_len % 16
         shape = (max_slots, cfg.num_kv_heads)
         self._caches = [
             KVCache(
-                torch.zeros(*shape, cfg.head_dim, length, dtype=self._side.dtype),
-                torch.zeros(*shape, length, cfg.head_dim, dtype=self._side.dtype),
+                torch.zeros(*shape, cfg.head_dim, length, dtype=self._side.dtype, device=self.device),
+                torch.zeros(*shape, length, cfg.head_dim, dtype=self._side.dtype, device=self.device),
             )
             for _ in range(cfg.num_layers)
         ]
@@ -174,7 +175,7 @@ class ReferenceEngine:
                 raise ValueError(f"{where}: tensor {name} came twice")
             if tensor.dtype != self._side.dtype:
                 raise ValueError(f"{where}: tensor {name} is {tensor.dtype}, expected {self._side.dtype} of the master")
-            received[name] = tensor
+            received[name] = tensor.to(self.device)
         check_manifest(self._manifest, received, where)
         for name, tensor in received.items():
             if not bool(torch.isfinite(tensor).all()):
@@ -201,7 +202,7 @@ class ReferenceEngine:
         h, delta = run_layers(self.cfg, self._weights, self._last, self._ops, self._attend)
         y = self._ops.norm(h, delta, self._weights.norm, self.cfg.norm_eps)[1]
         logits = self._ops.head(y, self._weights.head)
-        full = torch.empty(R, self.vocab_size, dtype=torch.float32) if self.record_full else None
+        full = self._empty(R, self.vocab_size) if self.record_full else None
         sampling.sample(logits, self._temperatures, self._seeds, self._counts, self._last, self._logprobs, full)
         self._positions += 1
         self._counts += 1
@@ -236,7 +237,7 @@ class ReferenceEngine:
         r = run.request
         return Completion(
             r.request_id, r.problem_id, r.sample, list(r.token_ids), run.token_ids, run.logprobs, run.versions, reason,
-            torch.stack(run.full) if self.record_full else None,
+            torch.stack(run.full).cpu() if self.record_full else None,
         )  # fmt: skip
 
     def _attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -288,10 +289,10 @@ class ReferenceEngine:
         return sum(len(t) for t in first)
 
     def _prefill_packed(self, chunk: list[tuple[int, tuple[int, ...]]]) -> None:
-        ids = torch.tensor([t for _, tokens in chunk for t in tokens])
-        starts = torch.tensor([0, *np.cumsum([len(tokens) for _, tokens in chunk])])
-        slots = torch.tensor([slot for slot, tokens in chunk for _ in tokens])
-        positions = torch.tensor([p for _, tokens in chunk for p in range(len(tokens))])
+        ids = self._ints([t for _, tokens in chunk for t in tokens])
+        starts = self._ints([0, *np.cumsum([len(tokens) for _, tokens in chunk])])
+        slots = self._ints([slot for slot, tokens in chunk for _ in tokens])
+        positions = self._ints([p for _, tokens in chunk for p in range(len(tokens))])
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             self._kernels.append(qkv, slots, positions, self._heads, *self._rope, self._side.kv, self._caches[layer])
@@ -305,18 +306,23 @@ class ReferenceEngine:
         self._order = sorted(self._running)
         runs = [self._running[s] for s in self._order]
         R = len(runs)
-        self._slots = torch.tensor(self._order, dtype=torch.int64)
-        self._positions = torch.tensor(
-            [len(r.request.token_ids) + len(r.token_ids) - 1 for r in runs], dtype=torch.int64
-        )
-        self._counts = torch.tensor([len(r.token_ids) for r in runs], dtype=torch.int64)
-        self._last = torch.tensor([(r.token_ids or r.request.token_ids)[-1] for r in runs], dtype=torch.int64)
-        self._seeds = torch.tensor([r.request.seed for r in runs], dtype=torch.int64)
-        self._temperatures = torch.tensor([r.request.temperature for r in runs], dtype=torch.float32)
+        self._slots = self._ints(self._order)
+        self._positions = self._ints([len(r.request.token_ids) + len(r.token_ids) - 1 for r in runs])
+        self._counts = self._ints([len(r.token_ids) for r in runs])
+        self._last = self._ints([(r.token_ids or r.request.token_ids)[-1] for r in runs])
+        self._seeds = self._ints([r.request.seed for r in runs])
+        temperatures = [r.request.temperature for r in runs]
+        self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=self.device)
         self._stops = [frozenset(r.request.stop_ids) for r in runs]
         self._shortest = min((r.request.max_tokens - len(r.token_ids) for r in runs), default=0)
-        self._logprobs = torch.empty(R, dtype=torch.float32)
-        self._out = torch.empty(R, self._heads.num_heads * self._heads.head_dim, dtype=self._side.dtype)
+        self._logprobs = self._empty(R)
+        self._out = self._empty(R, self._heads.num_heads * self._heads.head_dim, dtype=self._side.dtype)
+
+    def _ints(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.device)
 
     # -------------------------------------------------------------------------------------------- state
 

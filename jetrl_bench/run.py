@@ -5,6 +5,7 @@ from pathlib import Path
 from jetrl_bench.checkpoint import load_hf
 from jetrl_bench.clock import Clock, Units
 from jetrl_bench.config import RunSettings
+from jetrl_bench.devices import device_of
 from jetrl_bench.learner import Learner
 from jetrl_bench.model import Decoder
 from jetrl_bench.precision import make_flow
@@ -34,6 +35,8 @@ class Run:
             )
         model = Decoder(config, vocab_size)
         model.load_state_dict(weights)
+        device = device_of(train)
+        model.to(device)
         flow = make_flow(settings.method.flow)
         self.trainer = Trainer(settings, model, flow)
         self.clock, self.ledger = Clock(), Ledger(train.group_size)
@@ -50,7 +53,13 @@ class Run:
             )  # fmt: skip
         else:
             self.engine = ReferenceEngine(
-                config, vocab_size, flow, max_slots=self.sync.max_slots, max_len=max_len, record_full=record_full
+                config,
+                vocab_size,
+                flow,
+                max_slots=self.sync.max_slots,
+                max_len=max_len,
+                record_full=record_full,
+                device=device,
             )
             self.engine.load_weights(self.trainer.named_weights(), version=0, kv="keep")
         self.submitter = Submitter(self.task, train, settings.seed, self.engine, self.ledger)

@@ -207,7 +207,7 @@ class Stepper:
                 named = self.trainer.model.named_parameters()
                 self.engine = make_vllm_engine(config, job.vocab, flow, named, version=0, folder=folder, **sizes)
             else:
-                self.engine = ReferenceEngine(config, job.vocab, flow, **sizes)
+                self.engine = ReferenceEngine(config, job.vocab, flow, device=device, **sizes)
                 self.engine.load_weights(self.trainer.named_weights(), version=0, kv="keep")
         self.batches_per_turn = 1
         if sync.schedule == "inflight":  # as many as the engine holds at once, so that tokens in and out agree

@@ -59,7 +59,7 @@ def load(folder: Path, identity: dict[str, str]) -> dict[str, Any] | None:
     if written.get("source") != identity["source"]:
         print(f"{newest}: written by another version of the source; starting over", flush=True)
         return None
-    return {path.stem: torch.load(path, weights_only=True) for path in sorted(newest.glob("*.pt"))}
+    return {path.stem: torch.load(path, map_location="cpu", weights_only=True) for path in sorted(newest.glob("*.pt"))}
 
 
 def next_attempt(folder: Path) -> int:

@@ -43,6 +43,16 @@ class TrainBatch:
     def num_tokens(self) -> int:
         return len(self.versions_T)
 
+    def to(self, device: torch.device | str) -> "TrainBatch":
+        full = self.log_softmax_TV
+        loss = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self.loss).items()}
+        return TrainBatch(
+            inputs=self.inputs.to(device),
+            loss=LossBatch(**loss),
+            versions_T=self.versions_T.to(device),
+            log_softmax_TV=None if full is None else full.to(device),
+        )
+
     def with_proximal(self, forward: "Pass | None") -> "TrainBatch":
         """The same batch with recomputed log-probabilities, or without."""
         logprobs_T = None if forward is None else forward.logprobs_T
@@ -98,7 +108,7 @@ def collate(completions: list[Completion], advantages_B: Tensor) -> TrainBatch:
 
 
 class Pass(NamedTuple):
-    """What one forward pass over a TrainBatch gave; all detached."""
+    """What one forward pass over a TrainBatch gave; all detached, on the CPU."""
 
     logprobs_T: Tensor
     entropy_T: Tensor
@@ -115,8 +125,11 @@ class Step(NamedTuple):
 
 
 class Trainer:
+    """Trains on the device that the model's parameters are on; batches come from the CPU and results return there."""
+
     def __init__(self, settings: RunSettings, model: Decoder, flow):
         self.settings, self.model, self.flow = settings, model, flow
+        self.device = model.head_weight.device
         self.version = 0
         self.grad_norm = 0.0
         """Of the last optimizer step, before clipping."""
@@ -130,13 +143,14 @@ class Trainer:
         """The trainer's own log-probabilities at the current version, without gradient."""
         parts = []
         with torch.no_grad():
-            for micro in batch.micro_batches(self.settings.train.micro_batch_sequences):
+            for micro in batch.to(self.device).micro_batches(self.settings.train.micro_batch_sequences):
                 parts.append(self._forward(micro, record_full))
         return _joined(parts)
 
     def forward_backward(self, batch: TrainBatch, *, record_full: bool = False) -> Step:
         """Accumulate one optimizer step's gradient. Raises NotFinite before any weight is touched."""
         config, train = self.settings.method.loss, self.settings.train
+        batch = batch.to(self.device)
         batch = replace(batch, loss=reject(batch.loss, config))
         totals = totals_of(batch.loss, train.max_tokens)
         parts, loss, clipped = [], 0.0, 0
@@ -205,12 +219,10 @@ class Trainer:
 
 def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
     """fp32 to one of its two bf16 neighbours (as fp32), with probabilities that make the mean x."""
-    noise = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32)
+    noise = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32).to(x.device)
     return ((x.detach().contiguous().view(torch.int32) + noise) & -65536).view(torch.float32)
 
 
 def _joined(parts: list[Pass]) -> Pass:
-    if len(parts) == 1:
-        return parts[0]
-    full = None if parts[0].log_softmax_TV is None else torch.cat([p.log_softmax_TV for p in parts])
-    return Pass(torch.cat([p.logprobs_T for p in parts]), torch.cat([p.entropy_T for p in parts]), full)
+    columns = ([x for x in column if x is not None] for column in zip(*parts))
+    return Pass(*((x[0] if len(x) == 1 else torch.cat(x)).cpu() if x else None for x in columns))

@@ -28,4 +28,5 @@ rule base:
     resources:
         gpu=GPUS,
     shell:
-        "jetrl_bench base --settings {input.settings:q} --out state/base/{wildcards.base} > {log:q} 2>&1"
+        "jetrl_bench base --settings {input.settings:q} --out state/base/{wildcards.base}"
+        " --gpus {resources.gpu} > {log:q} 2>&1"

@@ -41,6 +41,8 @@ rule evaluate_base:
     priority: 70
     conda:
         "../envs/cpu.yaml"
+    resources:
+        gpu=GPUS,
     shell:
         "jetrl_bench evaluate {input.settings:q} --checkpoint base --config {input.config:q}"
         " --data data --bases state/base --cache state/evaluate > {log:q} 2>&1 && touch {output:q}"
@@ -65,6 +67,8 @@ for method in METHODS:
         priority: 60
         conda:
             "../envs/cpu.yaml"
+        resources:
+            gpu=GPUS,
         shell:
             "jetrl_bench evaluate {input.settings:q} --config {input.config:q}"
             " --data data --bases state/base --cache state/evaluate > {log:q} 2>&1"
