@@ -37,15 +37,26 @@ INLINE __m512i row_pair(const uint16_t *x, i64 ldx, i64 t, i64 T, i64 c, i64 C) 
     __m512i hi = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b));
     return _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
 }
-/* x [K, N] with the reduction running down the rows -> the same tiles */
-void pack_columns(const uint16_t *x, i64 ldx, i64 N, i64 K, uint16_t *out) {
+/* the same word twice: limits of 16 columns for a row_pair */
+INLINE __m512i twice(const uint16_t *p) {
+    __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_or_si512(w, _mm512_slli_epi32(w, 16));
+}
+/* x [K, N] with the reduction running down the rows -> the same tiles; below [ceil K/128, N], or NULL: rounded on the way */
+INLINE void pack_columns_as(const uint16_t *x, i64 ldx, i64 N, i64 K, uint16_t *out, const uint16_t *below, Words w) {
     i64 Kp = PAD(K, 32);
     for (i64 k = 0; k < K; k += 32)
         for (i64 n = 0; n < N; n += 32)
-            for (i64 h = 0; h < 32; h += 16)
-                for (i64 p = 0; p < 16; p++)
-                    _mm512_storeu_si512(out + n * Kp + 32 * (k + h + p), row_pair(x, ldx, k + 2 * p, K, n + h, N));
+            for (i64 h = 0; h < 32; h += 16) {
+                __m512i b = below ? twice(below + k / 128 * N + n + h) : _mm512_setzero_si512();
+#pragma GCC unroll 1
+                for (i64 p = 0; p < 16; p++) {
+                    __m512i v = row_pair(x, ldx, k + 2 * p, K, n + h, N);
+                    _mm512_storeu_si512(out + n * Kp + 32 * (k + h + p), below ? round_words(v, b, w) : v);
+                }
+            }
 }
+void pack_columns(const uint16_t *x, i64 ldx, i64 N, i64 K, uint16_t *out) { pack_columns_as(x, ldx, N, K, out, NULL, (Words){0}); }
 INLINE void swap_stage(__m512i *v, const int s) { /* transpose the off-diagonal s x s blocks of 16 x 16 words */
     int32_t ia[16], ib[16];
     for (int j = 0; j < 16; j++) { ia[j] = j & s ? 16 + j - s : j; ib[j] = j & s ? 16 + j : j + s; }
@@ -58,13 +69,18 @@ INLINE void swap_stage(__m512i *v, const int s) { /* transpose the off-diagonal 
             v[i + s] = _mm512_permutex2var_epi32(a, mb, b);
         }
 }
-/* x [T, C] -> out [ceil C/32 * 32, ceil T/32 * 32], zero padded */
-static void transpose(const uint16_t *x, i64 ldx, i64 T, i64 C, uint16_t *out) {
+/* x [T, C] -> out [ceil C/32 * 32, ceil T/32 * 32], zero padded; below as above */
+INLINE void transpose_as(const uint16_t *x, i64 ldx, i64 T, i64 C, uint16_t *out, const uint16_t *below, Words w) {
     i64 Tp = PAD(T, 32);
     for (i64 t = 0; t < T; t += 32)
         for (i64 c = 0; c < PAD(C, 32); c += 16) {
             __m512i v[16];
-            for (int p = 0; p < 16; p++) v[p] = row_pair(x, ldx, t + 2 * p, T, c, C);
+            if (below) {
+                __m512i b = twice(below + t / 128 * C + c);
+#pragma GCC unroll 1
+                for (int p = 0; p < 16; p++) v[p] = round_words(row_pair(x, ldx, t + 2 * p, T, c, C), b, w);
+            } else
+                for (int p = 0; p < 16; p++) v[p] = row_pair(x, ldx, t + 2 * p, T, c, C);
             swap_stage(v, 1); swap_stage(v, 2); swap_stage(v, 4); swap_stage(v, 8);
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + (c + i) * Tp + t, v[i]);
         }
@@ -139,23 +155,40 @@ void gemm(const uint16_t *x, i64 ldx, i64 M, i64 K, const float *xs, const uint1
     if (obf && !xs && !bias) gemm_tiles(x, ldx, M, K, NULL, w, NULL, N, NULL, out, 1, spec, bc, parts, P);
     else gemm_tiles(x, ldx, M, K, xs, w, ws, N, bias, out, obf, spec, bc, parts, P);
 }
+/* limits of x [T, C] in blocks of 128 x 1; 0: some column takes the general way */
+static int all_limits(const uint16_t *x, i64 ldx, i64 T, i64 C, const Spec *spec, uint16_t *below) {
+    for (i64 t = 0; t < T; t += 128)
+        for (i64 c = 0; c < C; c += PANEL)
+            if (column_limits(x + t * ldx + c, ldx, T - t < 128 ? T - t : 128, C - c < PANEL ? C - c : PANEL, spec, below + t / 128 * C + c, NULL, NULL))
+                return 0;
+    return 1;
+}
+enum { STRIPE = 256, GAP = 32 }; /* tokens whose packed operands stay in the cache; a gap between rows, for its sets */
+/* `left`: transpose, or pack_columns, of STRIPE tokens; with spec quantised first, on the way where that is possible */
+static void pack_stripe(const uint16_t *x, i64 ldx, i64 T, i64 C, const Spec *spec, uint16_t *codes, uint16_t *below, int left, uint16_t *out) {
+    if (spec && on_words(spec, C) && all_limits(x, ldx, T, C, spec, below)) {
+        if (left) transpose_as(x, ldx, T, C, out, below, words(spec));
+        else pack_columns_as(x, ldx, C, T, out, below, words(spec));
+        return;
+    }
+    if (spec) { quantize(x, ldx, 1, codes, C + GAP, 1, NULL, T, C, 128, 1, 0, spec); x = codes; ldx = C + GAP; }
+    if (left) transpose_as(x, ldx, T, C, out, NULL, (Words){0});
+    else pack_columns(x, ldx, C, T, out);
+}
 /* a [T, M], b [T, N] -> fp32 [M, N], the sum running over T; scales as [M, nb], [N, nb] or NULL. With spec, both are
- * quantised first in groups of 128 x 1. Worked off STRIPE tokens at a time, so that what is packed stays in the cache. */
+ * quantised first in groups of 128 x 1. */
 void gemm_tokens(const uint16_t *a, i64 lda, i64 M, const float *as, const uint16_t *b, i64 ldb, i64 N, const float *bs, i64 T,
                  float *out, const Spec *spec) {
-    enum { STRIPE = 256, GAP = 32 }; /* a gap between rows, for the cache's sets */
     tiles_on();
     i64 Mp = PAD(M, 32), Np = PAD(N, 32), nb = PAD(T, 128) / 128, wide = (Mp > Np ? Mp : Np) + GAP;
     float part[1024] __attribute__((aligned(64)));
     float *sums = aligned_alloc(64, 4 * Mp * Np);
-    uint16_t *at = aligned_alloc(64, 2 * STRIPE * (Mp + Np + wide)), *bp = at + STRIPE * Mp, *codes = bp + STRIPE * Np;
+    uint16_t *at = aligned_alloc(64, 2 * STRIPE * (Mp + Np + wide) + 4 * wide), *bp = at + STRIPE * Mp, *codes = bp + STRIPE * Np,
+             *below = codes + STRIPE * wide;
     for (i64 t0 = 0; t0 < T; t0 += STRIPE) {
         i64 L = T - t0 < STRIPE ? T - t0 : STRIPE, Lp = PAD(L, 32);
-        const uint16_t *pa = a + t0 * lda, *pb = b + t0 * ldb;
-        if (spec) quantize(pa, lda, 1, codes, wide, 1, NULL, L, M, 128, 1, 0, spec);
-        transpose(spec ? codes : pa, spec ? wide : lda, L, M, at);
-        if (spec) quantize(pb, ldb, 1, codes, wide, 1, NULL, L, N, 128, 1, 0, spec);
-        pack_columns(spec ? codes : pb, spec ? wide : ldb, N, L, bp);
+        pack_stripe(a + t0 * lda, lda, L, M, spec, codes, below, 1, at);
+        pack_stripe(b + t0 * ldb, ldb, L, N, spec, codes, below, 0, bp);
         for (i64 m = 0; m < M; m += 32)
             for (i64 n = 0; n < N; n += 32) {
                 float *total = sums + m * Np + 32 * n;

@@ -37,44 +37,6 @@ INLINE void quantize_as(const void *x, i64 ldx, const int xbf, void *out, i64 ld
     }
 }
 #if defined(__AVX512BW__)
-/* Power-of-two scales, bf16 in and out: rounding a bf16 mantissa to fewer bits does not see the scale, so it is done on
- * 16-bit words, 7 - mantissa bits for a normal value of the format and one more for each exponent below the smallest
- * normal one. Groups whose amax is not finite, or whose smallest step nears fp32's subnormals, take the general way. */
-typedef struct { __m512i bits, half, less, last, keep, one, most; } Words;
-INLINE Words words(const Spec *s) {
-    int bits = 7 - s->mantissa, half = 1 << (bits - 1);
-    return (Words){_mm512_set1_epi16(bits), _mm512_set1_epi16(half), _mm512_set1_epi16(half - 1), _mm512_set1_epi16(1 << bits),
-                   _mm512_set1_epi16((short)(0xffff << bits)), _mm512_set1_epi16(1), _mm512_set1_epi16(s->mantissa)};
-}
-INLINE __m512i magnitude(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi16(0x7fff)); }
-/* any magnitudes; least: exponent field of the smallest normal value times the scale */
-INLINE __m512i round_small(__m512i v, __m512i least, Words w) {
-    __m512i a = magnitude(v), below = _mm512_subs_epu16(least, _mm512_srli_epi16(a, 7));
-    __m512i d = _mm512_min_epu16(below, _mm512_add_epi16(w.most, w.one)); /* with more extra bits all round to zero */
-    __m512i significand = _mm512_ternarylogic_epi32(a, _mm512_set1_epi16(0x7f), _mm512_set1_epi16(0x80), 0xea); /* a & b | c */
-    __m512i even = _mm512_andnot_si512(_mm512_srlv_epi16(significand, _mm512_add_epi16(w.bits, d)), w.one);
-    __m512i r = _mm512_sub_epi16(_mm512_add_epi16(a, _mm512_sllv_epi16(w.half, d)), even);
-    r = _mm512_and_si512(r, _mm512_sllv_epi16(w.keep, _mm512_min_epu16(d, w.most)));
-    __m512i step = _mm512_slli_epi16(_mm512_sub_epi16(least, w.most), 7); /* the smallest value there is */
-    r = _mm512_maskz_mov_epi16(_mm512_cmpge_epu16_mask(r, step), r);
-    return _mm512_ternarylogic_epi32(r, v, _mm512_set1_epi16(0x7fff), 0xf4); /* r | v & ~c: the sign */
-}
-/* below: the word of the smallest normal value times the scale, less one */
-INLINE __m512i round_words(__m512i v, __m512i below, Words w) {
-    __m512i a = _mm512_sub_epi16(magnitude(v), w.one);
-    if (__builtin_expect(_mm512_cmplt_epu16_mask(a, below) != 0, 0)) /* but not for zeros */
-        return round_small(v, _mm512_srli_epi16(_mm512_add_epi16(below, w.one), 7), w);
-    __m512i r = _mm512_mask_add_epi16(_mm512_add_epi16(v, w.less), _mm512_test_epi16_mask(v, w.last), v, w.half);
-    return _mm512_and_si512(r, w.keep); /* the sign takes no part */
-}
-/* `below` of 16 groups; 0xffff: the general way */
-INLINE __m256i below_words(vf amax, vf scale, const Spec *s) {
-    vi e = (vi)((vu)scale >> 23) + s->emin;
-    vi general = (vi)((vu)amax >= 0x7f800000u) | (e < s->mantissa + 2);
-    return _mm512_cvtepi32_epi16((__m512i)(vu)blend(general, (vf)((vu){0} + 0xffffu), (vf)((e << 7) - 1)));
-}
-INLINE vf widen_words(__m256i h) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
-
 INLINE __m512i max_words(__m512i m, const uint16_t *p, i64 width) {
     if (width == 128) {
 #pragma GCC unroll 4
@@ -129,45 +91,49 @@ static void quantize_rows(const uint16_t *x, i64 ldx, uint16_t *out, i64 ldo, fl
         }
     }
 }
-/* blocks of br x 1, C a multiple of 32; row by row, so that memory is read in order */
+int column_limits(const uint16_t *x, i64 ldx, i64 rows, i64 n, const Spec *s, uint16_t *below, float *scale, float *mult) {
+    uint16_t amax[PANEL];
+    i64 r = 0;
+    memset(amax, 0, 2 * n);
+    for (; r + 4 <= rows; r += 4) /* row by row, so that memory is read in order */
+        for (i64 c = 0; c < n; c += 32) {
+            __m512i m = _mm512_loadu_si512(amax + c);
+            for (int k = 0; k < 4; k++) m = _mm512_max_epu16(m, magnitude(_mm512_loadu_si512(x + (r + k) * ldx + c)));
+            _mm512_storeu_si512(amax + c, m);
+        }
+    for (; r < rows; r++)
+        for (i64 c = 0; c < n; c += 32)
+            _mm512_storeu_si512(amax + c, _mm512_max_epu16(_mm512_loadu_si512(amax + c), magnitude(_mm512_loadu_si512(x + r * ldx + c))));
+    __mmask16 general = 0;
+    for (i64 c = 0; c < n; c += 16) {
+        vf sc, mu, a = widen_words(_mm256_loadu_si256((const __m256i *)(amax + c)));
+        scale_of(a, s, &sc, &mu);
+        if (scale) { store(scale + c, sc); store(mult + c, mu); }
+        __m256i b = below_words(a, sc, s);
+        general |= _mm256_cmpeq_epi16_mask(b, _mm256_set1_epi16(-1));
+        _mm256_storeu_si256((__m256i *)(below + c), b);
+    }
+    return general != 0;
+}
+/* blocks of br x 1, C a multiple of 32 */
 static void quantize_columns(const uint16_t *x, i64 ldx, uint16_t *out, i64 ldo, float *scales, i64 R, i64 C, i64 br, const Spec *s) {
-    enum { PANEL = 1024 };
-    uint16_t amax[PANEL], below[PANEL];
+    uint16_t below[PANEL];
     float scale[PANEL], mult[PANEL];
     Words w = words(s);
     for (i64 r0 = 0; r0 < R; r0 += br)
         for (i64 c0 = 0; c0 < C; c0 += PANEL) {
             const uint16_t *p = x + r0 * ldx + c0;
             uint16_t *o = out + r0 * ldo + c0;
-            i64 rows = R - r0 < br ? R - r0 : br, n = C - c0 < PANEL ? C - c0 : PANEL, r = 0;
-            memset(amax, 0, 2 * n);
-            for (; r + 4 <= rows; r += 4)
-                for (i64 c = 0; c < n; c += 32) {
-                    __m512i m = _mm512_loadu_si512(amax + c);
-                    for (int k = 0; k < 4; k++) m = _mm512_max_epu16(m, magnitude(_mm512_loadu_si512(p + (r + k) * ldx + c)));
-                    _mm512_storeu_si512(amax + c, m);
-                }
-            for (; r < rows; r++)
-                for (i64 c = 0; c < n; c += 32)
-                    _mm512_storeu_si512(amax + c, _mm512_max_epu16(_mm512_loadu_si512(amax + c), magnitude(_mm512_loadu_si512(p + r * ldx + c))));
-            __mmask16 general = 0;
-            for (i64 c = 0; c < n; c += 16) {
-                vf sc, mu, a = widen_words(_mm256_loadu_si256((const __m256i *)(amax + c)));
-                scale_of(a, s, &sc, &mu);
-                store(scale + c, sc); store(mult + c, mu);
-                __m256i b = below_words(a, sc, s);
-                general |= _mm256_cmpeq_epi16_mask(b, _mm256_set1_epi16(-1));
-                _mm256_storeu_si256((__m256i *)(below + c), b);
-            }
+            i64 rows = R - r0 < br ? R - r0 : br, n = C - c0 < PANEL ? C - c0 : PANEL;
+            int general = column_limits(p, ldx, rows, n, s, below, scale, mult);
             if (scales) memcpy(scales + r0 / br * C + c0, scale, 4 * n);
-            if (!general)
-                for (r = 0; r < rows; r++)
+            for (i64 r = 0; r < rows; r++, p += ldx, o += ldo)
+                if (!general)
                     for (i64 c = 0; c < n; c += 32)
-                        _mm512_storeu_si512(o + r * ldo + c, round_words(_mm512_loadu_si512(p + r * ldx + c), _mm512_loadu_si512(below + c), w));
-            else
-                for (r = 0; r < rows; r++)
+                        _mm512_storeu_si512(o + c, round_words(_mm512_loadu_si512(p + c), _mm512_loadu_si512(below + c), w));
+                else
                     for (i64 c = 0; c < n; c += 16)
-                        store_bf(o + r * ldo + c, round_code(load_bf(p + r * ldx + c) * load(mult + c), s) * load(scale + c));
+                        store_bf(o + c, round_code(load_bf(p + c) * load(mult + c), s) * load(scale + c));
         }
 }
 #endif
@@ -176,7 +142,7 @@ void quantize(const void *x, i64 ldx, int xbf, void *out, i64 ldo, int obf, floa
     const Spec spec = *s;
     int divide = !spec.apply && !spec.pow2; /* by a power of two, dividing and multiplying are the same */
 #if defined(__AVX512BW__)
-    if (xbf && obf && !mode && spec.pow2 && spec.mantissa < 7 && C % 32 == 0) {
+    if (xbf && obf && !mode && on_words(&spec, C)) {
         if (bc == 128 || (bc == C && C < 128)) { quantize_rows(x, ldx, out, ldo, scales, R, C, br, &spec); return; }
         if (bc == 1) { quantize_columns(x, ldx, out, ldo, scales, R, C, br, &spec); return; }
     }
