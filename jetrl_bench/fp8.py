@@ -195,6 +195,11 @@ def gemm_isa() -> str:
     return "amx" if allowed and wide and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() else "fp32"
 
 
+def _on_tiles(x: torch.Tensor) -> bool:
+    """csrc multiplies on AMX tiles: the processor has them and the compiler knew them."""
+    return gemm_isa() == "amx" and hasattr(native.library_for(x), "gemm")
+
+
 class Factor:
     """The right-hand factor of a GEMM, [N rows, K reduction] of bf16 values, made ready once.
 
@@ -229,7 +234,7 @@ def gemm(
     With groups (power-of-two scales) x is quantised and dequantised first; compiled, tile by tile, without a copy of x.
     """
     assert (x_scales is None) == (w.scales is None)
-    if native.library_for(x) is not None and gemm_isa() == "amx":
+    if _on_tiles(x):
         return kernels.gemm(x, w.packed(), w.rows, x_scales, w.scales, bias, dtype, groups)
     if groups is not None:
         parts = [quantizer.quantize_blocks(p, (1, groups.width), groups.spec)[0] for p in x.split(groups.parts, 1)]
@@ -256,7 +261,7 @@ def gemm_tokens(
 ) -> torch.Tensor:
     """a [T, M], b [T, N] -> a^T b, fp32 [M, N], the same sum running over blocks of 128 tokens (weight gradients).
     Scales [M, ceil T / 128], [N, ceil T / 128]. With spec (power-of-two scales) both are quantised first, 128 x 1."""
-    if native.library_for(a) is not None and gemm_isa() == "amx":
+    if _on_tiles(a):
         return kernels.gemm_tokens(a, b, a_scales, b_scales, spec)
     if spec is not None:
         a, b = (quantizer.quantize_blocks(t, (BLOCK, 1), spec)[0] for t in (a, b))
