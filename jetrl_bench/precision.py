@@ -197,7 +197,8 @@ def dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow", *, quantized:
     groups = flow.config.activation_groups
     if flow.rounds_rows_alone():
         return fp8.gemm(dy, weight.dgrad[0], groups=_row_groups(groups, flow.grad, weight.parts))
-    parts = dy.split(weight.parts, 1)
+    aligned = groups == "block" and all(n % fp8.BLOCK == 0 for n in weight.parts)  # no group crosses a part
+    parts = [dy] if aligned and flow.grad.pow2 else dy.split(weight.parts, 1)
     if flow.grad.pow2:
         parts = [flow.quantize_grad(d, fp8.block_of(groups, d.shape)) for d in parts]
         return fp8.gemm(parts[0] if len(parts) == 1 else torch.cat(parts, 1), weight.dgrad[0])
