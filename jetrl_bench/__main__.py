@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verbs.add_parser(verb, help=text, add_help=False)
     if not argv or argv[0] not in VERBS:
         if argv and not argv[0].startswith("-"):
-            from jetrl_bench.config import nearest
+            from jetrl_bench.strict import nearest
 
             return _fail(f"unknown verb {argv[0]!r}; {nearest(argv[0], VERBS)}")
         parser.parse_args(argv)

@@ -20,23 +20,14 @@ import torch
 
 from jetrl_bench import devices, record
 from jetrl_bench.checkpoint import load_hf, save_hf
-from jetrl_bench.config import (
-    BaseConfig,
-    FlowConfig,
-    ModelConfig,
-    RunSettings,
-    Strict,
-    TaskConfig,
-    TrainConfig,
-    read_yaml,
-    validate,
-)
+from jetrl_bench.config import BaseConfig, FlowConfig, ModelConfig, RunSettings, TaskConfig, TrainConfig
 from jetrl_bench.logprobs import Batch, sequence_logprobs
 from jetrl_bench.model import Decoder, init_model
 from jetrl_bench.optimizer import AdamW
 from jetrl_bench.precision import make_flow
 from jetrl_bench.rollout import ReferenceEngine, Request
 from jetrl_bench.seeds import seed_of
+from jetrl_bench.strict import Strict, read_yaml, validate
 from jetrl_bench.tasks import VOCAB_SIZE, ChainTask, load_tokenizer, make_task
 
 BETAS = (0.9, 0.95)

@@ -12,8 +12,9 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from jetrl_bench import stats
-from jetrl_bench.config import Format, Strict
+from jetrl_bench.config import Format
 from jetrl_bench.render import Table, number, write
+from jetrl_bench.strict import Strict
 from jetrl_bench.study import Records, RunRecord, Study, load, source_note
 
 ALPHA = 0.05

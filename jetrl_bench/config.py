@@ -5,7 +5,6 @@
 names the run: equal settings, equal digest, one run on disk.
 """
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -16,27 +15,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
+from jetrl_bench.strict import Real, Strict, known_name, merge, read_yaml, validate
 
-class Strict(BaseModel):
-    """Unknown keys are refused, values never change after validation, docstrings become schema descriptions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads `1e-6` as a string; `1e-6`, `1.0e-6` and `--config lr=1e-6` are one float."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-Real = Annotated[float, BeforeValidator(_number)]
 Format = Literal["e4m3", "e5m2", "e3m2", "e4m1", "e2m1"]
 Groups = Literal["block", "row", "tensor"]
 Benchmark = Literal["aime_2024", "math_500", "gsm8k"]
@@ -371,24 +353,24 @@ class Config(Strict):
             self.method(name)
         for title, experiment in self.experiments.items():
             for name in _methods_of(experiment):
-                _known(name, self.methods, f"experiments.{title}: method")
+                known_name(name, self.methods, f"experiments.{title}: method")
             baseline = None if isinstance(experiment, list) else experiment.baseline
             if baseline is not None:
-                _known(baseline, _methods_of(experiment), f"experiments.{title}.baseline: method")
+                known_name(baseline, _methods_of(experiment), f"experiments.{title}.baseline: method")
         for name in self.select:
-            _known(name, {**self.experiments, **self.groups}, "select: experiment")
+            known_name(name, {**self.experiments, **self.groups}, "select: experiment")
         for group, members in self.groups.items():
             for name in members:
-                _known(name, self.experiments, f"groups.{group}: experiment")
+                known_name(name, self.experiments, f"groups.{group}: experiment")
         self.runs()
         return self
 
     def method(self, name: str) -> Method:
-        entry = dict(self.methods[_known(name, self.methods, "method")])
+        entry = dict(self.methods[known_name(name, self.methods, "method")])
         kind = entry.pop("kind", None)
         if kind is None:
             raise ValueError(f"methods.{name}: key 'kind' is missing; nearest: one of {', '.join(sorted(registry()))}")
-        base = registry()[_known(kind, registry(), f"methods.{name}: kind")]
+        base = registry()[known_name(kind, registry(), f"methods.{name}: kind")]
         return validate(Method, merge(base.model_dump(), entry), f"methods.{name}")
 
     def selected(self) -> dict[str, Experiment]:
@@ -402,7 +384,7 @@ class Config(Strict):
         entry = _experiment(self.experiments[experiment])
         common = self.model_dump(mode="json", include={"lr", "task", "train", "cost"})
         for key in entry.settings:
-            _known(key, common, f"experiments.{experiment}.settings: key")
+            known_name(key, common, f"experiments.{experiment}.settings: key")
         merged = merge(common, entry.settings)
         out = []
         for name in entry.methods:
@@ -446,26 +428,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
 
-def nearest(name: str, known) -> str:
-    """', did you mean ...?' or the list of what is known."""
-    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(map(str, known)))}"
-
-
-def _known(name: str, known, what: str) -> str:
-    if name not in known:
-        raise ValueError(f"{what} {name!r} is unknown; {nearest(name, known)}")
-    return name
-
-
-def merge(base: dict, over: dict) -> dict:
-    """Dictionaries merge, everything else (lists too) is replaced."""
-    out = dict(base)
-    for key, value in over.items():
-        out[key] = merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
-    return out
-
-
 @functools.cache
 def registry() -> dict[str, Method]:
     """Every method: one file in jetrl_bench/methods/, or an entry point of group jetrl_bench.methods."""
@@ -477,66 +439,6 @@ def registry() -> dict[str, Method]:
     for point in entry_points(group="jetrl_bench.methods"):
         found[point.name] = point.load()
     return found
-
-
-def validate(model: type[BaseModel], data: dict, where: str):
-    """Validate, or raise ValueError with one line: where, key, and the nearest valid key or value."""
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise ValueError(f"{where}: {explain(error, model)}") from None
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    first = error.errors()[0]
-    path = [str(p) for p in first["loc"]]
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {path[-1]!r}{_at(path[:-1])}; {nearest(path[-1], _fields(model, first['loc'][:-1]))}"
-    if first["type"] == "literal_error":
-        options = re.findall(r"'([^']*)'", first["ctx"]["expected"])
-        return f"{'.'.join(path)}: {first['input']!r} is not valid; {nearest(first['input'], options)}"
-    if first["type"] == "value_error":
-        text = str(first["ctx"]["error"])
-        return f"{'.'.join(path)}: {text}" if path else text
-    return f"{'.'.join(path) or 'settings'}: {first['msg']}, not {first['input']!r}"
-
-
-def _at(path: list[str]) -> str:
-    return f" in {'.'.join(path)}" if path else ""
-
-
-def _fields(model: type[BaseModel], path: tuple) -> list[str]:
-    """Field names of the (nested) model that `path` leads to."""
-    for part in path:
-        field = model.model_fields.get(str(part))
-        inner = [a for a in _annotations(field) if isinstance(a, type) and issubclass(a, BaseModel)] if field else []
-        if not inner:
-            continue
-        model = inner[0]
-    return list(model.model_fields)
-
-
-def _annotations(field) -> list:
-    from typing import get_args
-
-    queue, out = [field.annotation], []
-    while queue:
-        item = queue.pop()
-        out.append(item)
-        queue += list(get_args(item))
-    return out
-
-
-def read_yaml(path: Path) -> dict:
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a mapping of keys to values")
-    return data
 
 
 def load(paths: list[Path | str], overrides: dict | None = None) -> Config:

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Literal
 
 from jetrl_bench import devices, record
-from jetrl_bench.config import EvaluateConfig, FlowConfig, RunSettings, Strict, TaskConfig, read_yaml, validate
+from jetrl_bench.config import EvaluateConfig, FlowConfig, RunSettings, TaskConfig
 from jetrl_bench.data import read_status
 from jetrl_bench.record import FLOWS, SampleRow
 from jetrl_bench.seeds import seed_of
+from jetrl_bench.strict import Strict, read_yaml, validate
 
 SLOTS, LARGE_SLOTS = 64, 128
 """Sequences decoded at once: their KV cache stays in the core's own (64 is a quarter faster than 256). A model whose

@@ -17,9 +17,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jetrl_bench import stats  # noqa: E402
-from jetrl_bench.config import nearest  # noqa: E402
 from jetrl_bench.quantities import deployed, schedules  # noqa: E402
 from jetrl_bench.record import write_text  # noqa: E402
+from jetrl_bench.strict import nearest
 from jetrl_bench.study import RunRecord, Study, load, source_note  # noqa: E402
 
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00"]

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from jetrl_bench import kernels, native, quantizer, sampling
-from jetrl_bench.config import nearest
 from jetrl_bench.quantizer import QuantSpec, RowGroups
+from jetrl_bench.strict import nearest
 
 BLOCK = 128
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, create_model
 
-from jetrl_bench.config import Strict
 from jetrl_bench.record import Mismatch, StepRow, read_rows, write_json, write_rows
+from jetrl_bench.strict import Strict
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan"

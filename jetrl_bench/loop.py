@@ -17,12 +17,13 @@ from jetrl_bench import devices, provenance, record
 from jetrl_bench import state as saved
 from jetrl_bench.base import read_base
 from jetrl_bench.checkpoint import save_hf
-from jetrl_bench.config import RunSettings, read_yaml, validate
+from jetrl_bench.config import RunSettings
 from jetrl_bench.errors import NotFinite
 from jetrl_bench.loss import formula
 from jetrl_bench.progress import Progress, Stopwatch
 from jetrl_bench.run import Run
 from jetrl_bench.schedule import batches
+from jetrl_bench.strict import read_yaml, validate
 
 
 def train(settings: RunSettings, *, method: str, base: Path, out: Path, state: Path) -> None:

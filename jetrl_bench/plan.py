@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetrl_bench import record
-from jetrl_bench.config import Config, RunSettings, load, validate
+from jetrl_bench.config import Config, RunSettings, load
 from jetrl_bench.data import data_set
+from jetrl_bench.strict import validate
 
 
 @dataclass(frozen=True)

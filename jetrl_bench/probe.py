@@ -9,7 +9,7 @@ import json
 import math
 from pathlib import Path
 
-from jetrl_bench.config import nearest
+from jetrl_bench.strict import nearest
 
 HELP = """\
 How far apart are a rollout engine and a trainer on the same tokens?

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jetrl_bench import native
 from jetrl_bench.checkpoint import load_hf
-from jetrl_bench.config import FlowConfig, TaskConfig, nearest, registry, validate
+from jetrl_bench.config import FlowConfig, TaskConfig, registry
 from jetrl_bench.diagnostics import exact_kl
 from jetrl_bench.fp8 import gemm_isa, spec
 from jetrl_bench.logprobs import Batch, sequence_logprobs
@@ -27,6 +27,7 @@ from jetrl_bench.probe_report import Comparison, ProbeRecord, Tokens, compare
 from jetrl_bench.provenance import source_hash
 from jetrl_bench.rollout import ReferenceEngine, Request
 from jetrl_bench.seeds import seed_of
+from jetrl_bench.strict import nearest, validate
 from jetrl_bench.trainer import collate
 
 

@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_bench.config import Strict
 from jetrl_bench.diagnostics import ess, mismatch, sequence_sums
 from jetrl_bench.loss import MAX_EXPONENT, kl_k3
 from jetrl_bench.record import Mismatch, write_json, write_text
+from jetrl_bench.strict import Strict
 
 NEEDS = "needs a checkpoint"
 THRESHOLDS = [2.0**e for e in range(-24, 5)]

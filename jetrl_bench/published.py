@@ -10,9 +10,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from jetrl_bench import config as configs
-from jetrl_bench.config import Strict, validate
 from jetrl_bench.render import Table, number, write
+from jetrl_bench.strict import Strict, nearest, read_yaml, validate
 
 DEFAULT = Path("results/published.yaml")
 Known = Literal["seen", "second_hand", "read_off_plot"]
@@ -127,7 +126,7 @@ class Entry(NamedTuple):
 
 def load(path: Path = DEFAULT) -> Published:
     """Read strictly and check all arithmetic; ValueError names table and row."""
-    published = validate(Published, configs.read_yaml(path), str(path))
+    published = validate(Published, read_yaml(path), str(path))
     problems = audit(published)
     if problems:
         raise ValueError(f"{path}: {problems[0]}" + (f" (and {len(problems) - 1} more)" if problems[1:] else ""))
@@ -206,12 +205,10 @@ def audit(published: Published) -> list[str]:
     for table in published.tables:
         where = f"table {table.id}"
         if table.source not in published.sources:
-            problems.append(
-                f"{where}: source {table.source!r} is unknown; {configs.nearest(table.source, published.sources)}"
-            )
+            problems.append(f"{where}: source {table.source!r} is unknown; {nearest(table.source, published.sources)}")
         for name in (*table.mean_of, *table.problems):
             if name not in table.columns:
-                problems.append(f"{where}: column {name!r} is unknown; {configs.nearest(name, table.columns)}")
+                problems.append(f"{where}: column {name!r} is unknown; {nearest(name, table.columns)}")
         for index, row in enumerate(table.rows):
             place = f"{where}, row {index + 1}"
             if len(row.values) != len(table.columns):

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from jetrl_bench.config import Strict
+from jetrl_bench.strict import Strict
 
 Status = Literal["correct", "wrong", "no_answer", "truncated", "timeout", "error"]
 FLOWS = ("deployment", "training", "bf16")

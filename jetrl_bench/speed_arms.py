@@ -28,6 +28,7 @@ from typing import NamedTuple
 from jetrl_bench import backends, config, devices, provenance, speed_linear, stats
 from jetrl_bench.config import FlowConfig, LossConfig, Method, SyncConfig
 from jetrl_bench.speed_step import PHASES, Job, Measured, Stepper, Work, rollout_flop
+from jetrl_bench.strict import nearest
 
 SCHEMA = 2
 UPDATES = 4
@@ -66,7 +67,7 @@ def methods_of(paths: list[Path] | None, names: list[str] | None) -> dict[str, M
         known = dict(config.registry())
     for name in names or []:
         if name not in known:
-            raise ValueError(f"--methods {name!r} is unknown; {config.nearest(name, known)}")
+            raise ValueError(f"--methods {name!r} is unknown; {nearest(name, known)}")
     return {name: known[name] for name in names} if names else known
 
 

@@ -6,7 +6,6 @@ axes share is measured once. All points take their turns in every round.
 
 from dataclasses import asdict, replace
 
-from jetrl_bench.config import nearest
 from jetrl_bench.speed_arms import (
     SCHEMA,
     Arm,
@@ -19,6 +18,7 @@ from jetrl_bench.speed_arms import (
     typical,
 )
 from jetrl_bench.speed_step import PHASES, Job
+from jetrl_bench.strict import nearest
 
 AXES = {
     "batch": ("prompts", (2, 8, 32), "sequences"),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jetrl_bench import stats
-from jetrl_bench.config import nearest
 from jetrl_bench.quantities import (
     MARGIN,
     baselines,
@@ -23,6 +22,7 @@ from jetrl_bench.quantities import (
 )
 from jetrl_bench.record import FLOWS, write_text
 from jetrl_bench.render import DASH, Cell, Table, markdown, write
+from jetrl_bench.strict import nearest
 from jetrl_bench.study import Records, RunRecord, Study, load, source_note
 from jetrl_bench.tables_benchmarks import benchmarks, paired, plumbing
 from jetrl_bench.tables_time import SEEDS, inflight, lag, sensitivity, speed_measured, time_modelled

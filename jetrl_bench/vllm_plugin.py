@@ -23,8 +23,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from jetrl_bench import quantizer
-from jetrl_bench.config import FlowConfig, validate
+from jetrl_bench.config import FlowConfig
 from jetrl_bench.precision import Weight, head, linear, make_flow, prepare_weight
+from jetrl_bench.strict import validate
 from jetrl_bench.vllm_transfer import check_manifest, from_wire, open_receiver, unpack
 
 BACKEND = "jetrl"

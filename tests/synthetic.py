@@ -9,6 +9,7 @@ import yaml
 
 from jetrl_bench import config as configs
 from jetrl_bench import record
+from jetrl_bench.strict import merge, validate
 
 CONFIG = {
     "seeds": [0, 1, 2],
@@ -49,8 +50,8 @@ NOISE = {"e4m3": 9e-4, "e2m1": 4e-2}
 def write_study(root: Path, overrides: dict | None = None, source_hash: str = "feed" * 3) -> Path:
     """Records of every selected run under ROOT/runs, ROOT/config.json, ROOT/scripted; returns ROOT."""
     root = Path(root)
-    data = configs.merge(CONFIG, overrides or {})
-    suite = configs.validate(configs.Config, data, "synthetic")
+    data = merge(CONFIG, overrides or {})
+    suite = validate(configs.Config, data, "synthetic")
     record.write_json(root / "config.json", suite.model_dump(mode="json"))
     for (method, seed, digest), settings in suite.runs().items():
         write_run(root / "runs" / method / f"seed{seed}-{digest}", method, settings, suite, source_hash)

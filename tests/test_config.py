@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from jetrl_bench import config as configs
 from jetrl_bench import plan, schema
-from jetrl_bench.config import Config, Experiment, Method, RunSettings, load, merge
+from jetrl_bench.config import Config, Experiment, Method, RunSettings, load
+from jetrl_bench.strict import merge, validate
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT / "config" / "config.yaml"
@@ -66,7 +66,7 @@ def test_spellings_of_a_float_are_one_digest(text):
 
 @given(st.floats(min_value=1e-12, max_value=1e3))
 def test_a_float_survives_its_text(value):
-    assert configs.validate(RunSettings, {**_settings(), "lr": repr(value)}, "x").lr == value
+    assert validate(RunSettings, {**_settings(), "lr": repr(value)}, "x").lr == value
 
 
 def test_a_non_number_is_refused_and_named():
@@ -159,7 +159,7 @@ def test_the_warm_up_is_shared_by_all_methods_of_a_seed():
 
 def test_resolved_settings_are_read_back_equal():
     for run in plan.planned(loaded()):
-        again = configs.validate(RunSettings, json.loads(run.text()), "settings.json")
+        again = validate(RunSettings, json.loads(run.text()), "settings.json")
         assert again == run.settings
         assert again.digest() == run.digest
 

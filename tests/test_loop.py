@@ -10,10 +10,11 @@ import torch
 from jetrl_bench import __main__ as cli_main
 from jetrl_bench import base, learner, loop, record, state
 from jetrl_bench.checkpoint import load_hf, save_hf
-from jetrl_bench.config import Method, ModelConfig, RunSettings, merge
+from jetrl_bench.config import Method, ModelConfig, RunSettings
 from jetrl_bench.methods import concurrent, conventional, fp8_rollout_tis, jetrl, pipelinerl
 from jetrl_bench.model import Decoder, init_model
 from jetrl_bench.rollout import ReferenceEngine
+from jetrl_bench.strict import merge
 from jetrl_bench.tasks import VOCAB_SIZE, ChainTask, Verdict
 
 MODEL = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=32)

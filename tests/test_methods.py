@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_bench.config import Config, LossConfig, Method, SyncConfig, registry, validate
+from jetrl_bench.config import Config, LossConfig, Method, SyncConfig, registry
+from jetrl_bench.strict import validate
 
 METHODS = Path(__file__).parent.parent / "jetrl_bench" / "methods"
 

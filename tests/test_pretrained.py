@@ -8,9 +8,10 @@ from test_lm_eval import tiny_tokenizer
 
 from jetrl_bench import base, loop, record, tasks
 from jetrl_bench.checkpoint import save_hf
-from jetrl_bench.config import EvaluateConfig, ModelConfig, RunSettings, load, merge
+from jetrl_bench.config import EvaluateConfig, ModelConfig, RunSettings, load
 from jetrl_bench.evaluate import Evaluated, Evaluator, evaluate
 from jetrl_bench.model import init_model
+from jetrl_bench.strict import merge
 
 CONFIG = Path(__file__).parent.parent / "config"
 SHAPE = ModelConfig(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from synthetic import write_study
 
 from jetrl_bench import compare, config, published, render, stats
+from jetrl_bench.strict import validate
 
 FILE = Path(__file__).parent.parent / "results" / "published.yaml"
 
@@ -22,7 +23,7 @@ def raw():
 
 @pytest.fixture(scope="module")
 def data(raw):
-    loaded = config.validate(published.Published, raw, "published.yaml")
+    loaded = validate(published.Published, raw, "published.yaml")
     assert published.audit(loaded) == []
     return loaded
 
@@ -114,7 +115,7 @@ def test_edits_that_break_the_file_are_refused(raw, edit, words):
     edited = copy.deepcopy(raw)
     edit(edited)
     with pytest.raises(ValueError, match=words):
-        problems = published.audit(config.validate(published.Published, edited, "published.yaml"))
+        problems = published.audit(validate(published.Published, edited, "published.yaml"))
         if problems:
             raise ValueError("; ".join(problems))
 
