@@ -51,7 +51,7 @@ class Side(NamedTuple):
     kv: QuantSpec | None
     """How keys and values are quantised, or None."""
     backend: str = "emulated"
-    """Who multiplies quantised operands (FlowConfig.backend)."""
+    """Who multiplies (FlowConfig.backend). A real one leaves what nobody quantises to torch's own products."""
     dtype: torch.dtype = torch.bfloat16
     """Of weights and of what passes between operators; fp32: nothing is rounded (fp32.py)."""
 
@@ -133,6 +133,8 @@ def linear(x: torch.Tensor, weight: Weight, side: Side) -> torch.Tensor:
         return fp32.linear(x, weight.masters[: len(weight.parts)], weight.masters[len(weight.parts) :])
     if weight.real:
         return torch.cat([part(x) for part in weight.real], 1)
+    if not weight.quantized and side.backend != "emulated":
+        return torch.nn.functional.linear(x, weight.bf16, weight.bias)
     if not weight.quantized:
         return fp8.gemm(x, weight.forward, bias=weight.bias)
     if side.forward.pow2:
@@ -180,7 +182,10 @@ class Linear(torch.autograd.Function):
         dx = dgrad(dy, weight, flow, quantized=quantized)
         if config.grad_transport == "fp8" and not ctx.is_head:
             dx = quantizer.quantize_blocks(dx, (1, fp8.BLOCK), flow.grad)[0]
-        dw = wgrad(dy, x, weight, flow) if quantized else fp8.gemm_tokens(dy, x)
+        if quantized:
+            dw = wgrad(dy, x, weight, flow)
+        else:
+            dw = fp8.gemm_tokens(dy, x) if config.backend == "emulated" else (dy.t() @ x).float()
         if config.wgrad_output == "bf16":
             dw = dw.to(torch.bfloat16).float()
         grads = list(dw.split(weight.parts)) if len(weight.parts) > 1 else [dw]
@@ -191,6 +196,8 @@ class Linear(torch.autograd.Function):
 
 def dgrad(dy: torch.Tensor, weight: Weight, flow: "PrecisionFlow", *, quantized: bool) -> torch.Tensor:
     """dX = dY W; dY grouped along N inside each part, W as the forward's codes (forward_only: both bf16)."""
+    if not quantized and flow.config.backend != "emulated":
+        return dy @ weight.bf16
     if not quantized:
         factor = Factor(weight.bf16, transposed=True) if weight.quantized else weight.dgrad[0]
         return fp8.gemm(dy, factor)

@@ -72,8 +72,8 @@ def methods_of(paths: list[Path] | None, names: list[str] | None) -> dict[str, M
 
 
 def with_backend(flow: FlowConfig, backend: str) -> FlowConfig:
-    """An emulated flow on another back end; one that names its own keeps it, and bf16 needs none."""
-    if backend == "emulated" or flow.backend != "emulated" or "fp8" not in (flow.rollout, flow.train):
+    """An emulated flow on another back end; one that names its own keeps it."""
+    if backend == "emulated" or flow.backend != "emulated":
         return flow
     return flow.model_copy(update={"backend": backend, **({"wgrad_output": "bf16"} if backend == "te" else {})})
 

@@ -16,7 +16,7 @@ The phases add up to the step. Every response has a fixed length, so the work is
     sync        6 bytes a parameter (fp32 in, bf16 out); not counted where the KV cache is computed again
 
 On a CPU seconds are CPU time of this process. On a GPU they are wall time between synchronised points; everything is
-then allocated there, and bf16 products are torch's own (fp8.gemm's ordered block sums define bits, not speed).
+then allocated there, and a real back end's bf16 products are torch's own.
 """
 
 import contextlib
@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import torch
 
-from jetrl_bench import fp8
 from jetrl_bench.clock import Clock, Units
 from jetrl_bench.config import BaseConfig, CostConfig, Method, ModelConfig, RunSettings, TaskConfig, TrainConfig
 from jetrl_bench.loss import advantages, needs_proximal
@@ -295,32 +294,6 @@ class Stepper:
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[None]:
-        """Tensors are made on the arm's device, and there bf16 products are torch's."""
-        if self.device == "cpu":
+        """Tensors are made on the arm's device."""
+        with torch.device(self.device) if self.device != "cpu" else contextlib.nullcontext():
             yield
-            return
-        with torch.device(self.device), own_products():
-            yield
-
-
-@contextlib.contextmanager
-def own_products() -> Iterator[None]:
-    """bf16 products that nobody scales or quantises by torch's matmul, not fp8.gemm's fp32 sums over blocks of 128."""
-    gemm, gemm_tokens = fp8.gemm, fp8.gemm_tokens
-
-    def plain(x, w, *, bias=None, dtype=torch.bfloat16, **quantised):
-        if any(value is not None for value in quantised.values()) or dtype != torch.bfloat16:
-            return gemm(x, w, bias=bias, dtype=dtype, **quantised)
-        values = w.values if w.transposed else w.values.t()
-        return x @ values if bias is None else torch.addmm(bias, x, values)
-
-    def plain_tokens(a, b, *scales, **quantised):
-        if any(value is not None for value in (*scales, *quantised.values())):
-            return gemm_tokens(a, b, *scales, **quantised)
-        return (a.t() @ b).float()
-
-    fp8.gemm, fp8.gemm_tokens = plain, plain_tokens
-    try:
-        yield
-    finally:
-        fp8.gemm, fp8.gemm_tokens = gemm, gemm_tokens

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, scaled_mm
 
-from jetrl_bench import backends, fp8, hardware_check
+from jetrl_bench import backends, fp8, hardware_check, precision
 from jetrl_bench.config import FlowConfig, ModelConfig
 from jetrl_bench.logprobs import Batch, sequence_logprobs
 from jetrl_bench.model import init_model
@@ -378,3 +378,22 @@ def test_hardware_check_needs_its_hardware(capsys):
     if not torch.cuda.is_available():
         assert hardware_check.main([]) == 2
         assert "sees no CUDA device" in capsys.readouterr().err
+
+
+def test_what_nobody_quantises_is_torchs_own_product_on_a_real_back_end(monkeypatch):
+    monkeypatch.setattr(backends, "require", lambda *arguments: None)
+    flow = precision.make_flow(FlowConfig(backend="torch"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 192, generator=generator).bfloat16().requires_grad_()
+    masters = tuple(torch.randn(shape, generator=generator).requires_grad_() for shape in [(64, 192), (32, 192), (64,)])
+    weight = precision.prepare_weight(
+        list(masters[:2]), [masters[2], torch.zeros(32)], flow.train_side, quantized=False, masters=masters
+    )
+    y = precision.Linear.apply(x, weight, flow, False, *masters[:2], masters[2], torch.zeros(32))
+    w, b = torch.cat(masters[:2]).detach().bfloat16(), torch.cat([masters[2].detach(), torch.zeros(32)]).bfloat16()
+    assert torch.equal(y, torch.nn.functional.linear(x, w, b))
+    dy = torch.randn(24, 96, generator=generator).bfloat16()
+    y.backward(dy)
+    assert torch.equal(x.grad, dy @ w)
+    assert torch.equal(torch.cat([masters[0].grad, masters[1].grad]), (dy.t() @ x.detach()).float())
+    assert torch.equal(masters[2].grad, dy[:, :64].float().sum(0))
