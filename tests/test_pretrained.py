@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_lm_eval import tiny_tokenizer
 
-from jetrl_bench import base, loop, record, tasks
+from jetrl_bench import base, loop, record, study, tasks
 from jetrl_bench.checkpoint import save_hf
 from jetrl_bench.config import EvaluateConfig, ModelConfig, RunSettings, load
 from jetrl_bench.evaluate import Evaluated, Evaluator, evaluate
@@ -121,3 +121,16 @@ def test_another_model_than_the_checkpoints_is_refused(pretrained, tmp_path):
     with pytest.raises(ValueError, match="config.json is not the model of the settings"):
         base.warm_up(other, tmp_path / "base")
     assert not (tmp_path / "base").exists() and json.loads((pretrained / "config.json").read_text())
+
+
+def test_the_published_records_are_complete_and_of_the_protocol():
+    folder = CONFIG.parent / "results" / "reference" / "smollm2"
+    published = study.load(folder / "runs", folder / "config.json")
+    records = published.experiments["smollm2"]
+    assert {arm: [run.seed for run in runs] for arm, runs in records.arms.items()} == dict.fromkeys(settings(), [0])
+    for run in published.runs:
+        assert run.manifest.settings == settings()[run.method].model_dump(mode="json")
+        assert run.manifest.source["dirty"] is False and run.steps[-1].samples == 2560
+        for task, count in {"gsm8k": 200, "math_500": 500, "aime_2024": 30, "arithmetic": 256}.items():
+            assert [run.scores(task, "deployment", at).shape for at in ("base", "final")] == [(count, 1)] * 2
+    assert {step.mismatch.max_abs for step in records.arms["bf16"][0].steps} == {0.0}
