@@ -2,7 +2,7 @@
 # make smoke     the same workflow on a toy of a toy (2 minutes)
 # make test      the tests
 # make figures   tables and figures again, from the records that exist; never trains
-# make smollm2   a real pretrained model: RL of SmolLM2-135M on one-step arithmetic (hours; config/smollm2.yaml)
+# make smollm2   a real pretrained model: RL of SmolLM2-135M on one-step arithmetic (an hour; config/smollm2.yaml)
 # make vllm      the same through the real vLLM on a CPU, in an environment of its own (.venv-vllm)
 # make publish   copy complete, clean records with their tables and figures to results/reference
 #
