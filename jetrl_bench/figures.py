@@ -4,7 +4,6 @@ One style and one colour-blind palette (Okabe-Ito). The mean over seeds is thick
 shaded (`band`). The files hold no time of day and no random identifiers: equal records give equal bytes.
 """
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import numpy as np  # noqa: E402
 from jetrl_bench import stats  # noqa: E402
 from jetrl_bench.quantities import deployed, schedules  # noqa: E402
 from jetrl_bench.record import write_text  # noqa: E402
+from jetrl_bench.render import save_figure
 from jetrl_bench.strict import nearest
 from jetrl_bench.study import RunRecord, Study, load, source_note  # noqa: E402
 
@@ -294,15 +294,7 @@ def render(name: str, study: Study, out: Path) -> None:
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
         note = source_note(study, f"figure {name}")
-        metadata = {
-            "pdf": {"CreationDate": None, "ModDate": None, "Producer": None, "Creator": None, "Subject": note},
-            "svg": {"Date": None, "Creator": None, "Description": note},
-            "png": {"Software": None, "Description": note},
-        }
-        for kind, values in metadata.items():
-            buffer = io.BytesIO()
-            built.figure.savefig(buffer, format=kind, metadata=values, bbox_inches="tight", pad_inches=0.04)
-            (out / f"{name}.{kind}").write_bytes(buffer.getvalue())
+        save_figure(built.figure, out / name, note, bbox_inches="tight", pad_inches=0.04)
         plt.close(built.figure)
     lines = ["panel,arm,seed,x,y"]
     for point in built.points:

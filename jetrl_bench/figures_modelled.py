@@ -4,7 +4,6 @@
 figure is a separate mark with its own label.
 """
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.colors import TwoSlopeNorm
+
+from jetrl_bench.render import save_figure
 
 from . import throughput
 from .cluster import generate, simulate
@@ -292,15 +293,7 @@ def render(name: str, out: Path) -> None:
         figure, table = FIGURES[name]()
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
-        metadata = {
-            "pdf": {"CreationDate": None, "ModDate": None, "Producer": None, "Creator": None},
-            "svg": {"Date": None, "Creator": None},
-            "png": {"Software": None},
-        }
-        for kind, values in metadata.items():
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, metadata=values)
-            (out / f"{name}.{kind}").write_bytes(buffer.getvalue())
+        save_figure(figure, out / name, f"modelled: {name}")
         plt.close(figure)
     write_text(out / f"{name}.csv", f"# modelled: {name}\n" + table.to_csv(index=False, float_format="%.6g"))
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from jetrl_bench import cached
+
 _SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
 _FILES = [str(s) for s in _SOURCES if s.suffix == ".c"]
@@ -40,10 +42,9 @@ def library() -> ctypes.CDLL | None:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     texts = [*(s.read_text() for s in _SOURCES), version, *_FLAGS, platform.machine(), cpu]
     key = hashlib.sha256("\0".join(texts).encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetrl-bench"
+    folder = cached.folder()
     path = folder / f"kernels-{key.hexdigest()[:16]}.so"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         done = subprocess.run([compiler, *_FLAGS, *_FILES, "-o", scratch, "-lm"], capture_output=True, text=True)

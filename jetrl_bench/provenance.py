@@ -7,11 +7,13 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+from jetrl_bench import cached
+
 PACKAGE = Path(__file__).parent
 CODE_PATHS = ("jetrl_bench", "Snakefile", "workflow", "pyproject.toml", "constraints")
 ROOTS = ("base", "loop", "vllm_plugin")
 """Whatever these import, directly or not, is on the numerical path, with the C sources."""
-LEFT_OUT = ("config", "devices", "errors", "progress", "provenance", "record", "state")
+LEFT_OUT = ("cached", "config", "devices", "errors", "progress", "provenance", "record", "state", "strict")
 """Imported there without moving a number: settings enter the digest by value."""
 
 
@@ -26,6 +28,13 @@ def source() -> dict:
 @cache
 def source_hash(package: Path = PACKAGE) -> str:
     """16 hex digits over the numerical modules without comments, docstrings and layout, and over their C sources."""
+    raw = hashlib.sha256()
+    for path in sorted([*package.glob("*.py"), *package.glob("csrc/*")]):
+        raw.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
+    return cached.once(f"source-{raw.hexdigest()[:24]}", lambda: _source_hash(package))
+
+
+def _source_hash(package: Path) -> str:
     digest = hashlib.sha256()
     for path in numerical_files(package):
         text = path.read_text(encoding="utf-8")

@@ -186,3 +186,18 @@ def _md_row(cells: list[str]) -> str:
 
 def _textual(table: Table, index: int) -> bool:
     return any(isinstance(row[index], str) for row in table.rows)
+
+
+def save_figure(figure, stem: Path, note: str, **options) -> None:
+    """STEM.pdf, .svg and .png of a matplotlib figure, laid out once; no date or software version is in them."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    metadata = {
+        "pdf": {"CreationDate": None, "ModDate": None, "Producer": None, "Creator": None, "Subject": note},
+        "svg": {"Date": None, "Creator": None, "Description": note},
+        "png": {"Software": None, "Description": note},
+    }
+    for kind, values in metadata.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, metadata=values, **options)
+        stem.with_name(f"{stem.name}.{kind}").write_bytes(buffer.getvalue())

@@ -4,12 +4,11 @@ Seconds stand as the median round with the range over rounds; ratios as geometri
 interval. A ratio above 1 is a slow-down and is printed as one.
 """
 
-import io
 import json
 from pathlib import Path
 
 from jetrl_bench.record import write_text
-from jetrl_bench.render import Cell, Table, markdown, write
+from jetrl_bench.render import Cell, Table, markdown, save_figure, write
 from jetrl_bench.stats import Interval
 
 PHASES = {
@@ -282,18 +281,10 @@ def render(record: dict, out: Path) -> list[str]:
         write(table, out)
     name, draw = FIGURES[record["what"]]
     note = _source(record)
-    metadata = {
-        "pdf": {"CreationDate": None, "ModDate": None, "Producer": None, "Creator": None, "Subject": note},
-        "svg": {"Date": None, "Creator": None, "Description": note},
-        "png": {"Software": None, "Description": note},
-    }
     name = f"{name}_figure"
     with plt.rc_context(STYLE):
         figure, numbers = draw(record)
-        for kind, values in metadata.items():
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, metadata=values)
-            (out / f"{name}.{kind}").write_bytes(buffer.getvalue())
+        save_figure(figure, out / name, note)
         plt.close(figure)
     write_text(out / f"{name}.csv", f"# {record['kind']}. {note}\n{numbers}")
     return [table.name for table in tables(record)] + [name]

@@ -19,7 +19,6 @@ Command line: python -m jetrl_bench verify CASES.jsonl
 import argparse
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from jetrl_bench import cached
 from jetrl_bench.record import Status
 from jetrl_bench.verify_math import MAX_ANSWER, Undecided, compare, exact_value, gold_problem, has_letters, strip_units
 from jetrl_bench.verify_number import TooCostly
@@ -254,7 +254,7 @@ def self_check(problems: Iterable[tuple[str, str]], rule: Rule, pool: Pool | Non
 
 
 def self_check_once(problems: Iterable[tuple[str, str]], rule: Rule) -> int:
-    """self_check, remembered in the user's cache folder for these golds under this grader's very files.
+    """self_check, remembered (cached.py) for these golds under this grader's very files.
 
     Many short processes evaluate; starting the grader's workers in each of them costs more CPU than sampling does.
     """
@@ -262,13 +262,7 @@ def self_check_once(problems: Iterable[tuple[str, str]], rule: Rule) -> int:
     key = hashlib.sha256("\0".join([repr(problems), repr(rule), grader_version()]).encode())
     for path in sorted(Path(__file__).parent.glob("verify*.py")):
         key.update(path.read_bytes())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetrl-bench"
-    passed = folder / f"golds-{key.hexdigest()[:24]}"
-    if not passed.exists():
-        self_check(problems, rule)
-        folder.mkdir(parents=True, exist_ok=True)
-        passed.touch()
-    return len(problems)
+    return int(cached.once(f"golds-{key.hexdigest()[:24]}", lambda: str(self_check(problems, rule))))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

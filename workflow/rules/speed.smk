@@ -13,5 +13,5 @@ rule speed:
         "../envs/cpu.yaml"
     threads: workflow.cores or 1
     shell:
-        "jetrl_bench speed step --config {input.config:q} --engines reference --device cpu --new-tokens 32 --pairs 3"
+        "jetrl_bench speed step --config {input.config:q} --engines reference --device cpu --new-tokens 16 --pairs 3"
         " --out {output.json:q} > {log:q} 2>&1"
