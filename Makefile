@@ -1,4 +1,4 @@
-# make run       the default demonstration: train, evaluate, tables, figures, claims (15 minutes on 2 virtual cores)
+# make run       the default demonstration: train, evaluate, tables, figures, claims (11 to 13 minutes on 2 virtual cores)
 # make smoke     the same workflow on a toy of a toy (2 minutes)
 # make test      the tests
 # make figures   tables and figures again, from the records that exist; never trains
