@@ -189,9 +189,7 @@ def _textual(table: Table, index: int) -> bool:
 
 
 def save_figure(figure, stem: Path, note: str, **options) -> None:
-    """STEM.pdf, .svg and .png of a matplotlib figure, laid out once; no date or software version is in them."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    """STEM.pdf, .svg and .png of a matplotlib figure, without dates or software versions in them."""
     metadata = {
         "pdf": {"CreationDate": None, "ModDate": None, "Producer": None, "Creator": None, "Subject": note},
         "svg": {"Date": None, "Creator": None, "Description": note},
