@@ -1,5 +1,6 @@
 """What dozens of short processes would each work out again, kept in $XDG_CACHE_HOME/jetrl-bench."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,17 @@ def folder() -> Path:
 
 
 def once(name: str, compute: Callable[[], str]) -> str:
-    """compute(), whose text stays on this machine under `name`, which must name everything that decides it."""
-    path = folder() / name
+    """compute(), whose text stays on this machine under `name`, which must name everything that decides it.
+
+    Where the folder cannot be written, the text is computed and not kept.
+    """
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        return (folder() / name).read_text(encoding="utf-8")
+    except OSError:
         text = compute()
-    scratch = path.with_name(f".{name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    with contextlib.suppress(OSError):
+        path = folder() / name
+        scratch = path.with_name(f".{name}.{os.getpid()}")
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
     return text

@@ -26,3 +26,9 @@ def test_what_fails_is_not_kept(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         cached.once("a", lambda: str(1 / 0))
     assert cached.once("a", lambda: "right") == "right"
+
+
+def test_a_folder_that_cannot_be_made_costs_time_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert [cached.once("a", lambda: "text") for _ in range(2)] == ["text", "text"]
