@@ -12,39 +12,56 @@ PHASES = ("rollout", "logprob", "train", "sync")
 LINE_EVERY = 10
 
 
-class Stopwatch:
-    """CPU seconds by phase: `lap(phase)` books the time since the last lap."""
+class Laps:
+    """Seconds by phase: `lap(phase)` books the time since the last lap; work inside `inside(phase)` is booked there."""
 
-    def __init__(self, attempt: int):
-        self.attempt = attempt
+    phases: tuple[str, ...] = PHASES
+
+    def __init__(self):
         self.restart()
 
+    def now(self) -> float:
+        return time.process_time()
+
     def restart(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.rollout_tokens = self.train_tokens = 0
-        self._wall, self._start = time.perf_counter(), time.process_time()
-        self._last = self._start
+        self.seconds = dict.fromkeys(self.phases, 0.0)
+        self._wall = time.perf_counter()
+        self._start = self._last = self.now()
 
     def lap(self, phase: str) -> None:
-        now = time.process_time()
+        now = self.now()
         self.seconds[phase] += now - self._last
         self._last = now
 
     @contextmanager
     def inside(self, phase: str) -> Iterator[None]:
-        """Book the enclosed work to `phase`, and not to the lap that it happens in."""
-        start = time.process_time()
+        start = self.now()
         yield
-        spent = time.process_time() - start
+        spent = self.now() - start
         self.seconds[phase] += spent
         self._last += spent
+
+    def wall(self) -> float:
+        return time.perf_counter() - self._wall
+
+
+class Stopwatch(Laps):
+    """CPU seconds of the training loop, a row for each rollout step."""
+
+    def __init__(self, attempt: int):
+        self.attempt = attempt
+        super().__init__()
+
+    def restart(self) -> None:
+        super().restart()
+        self.rollout_tokens = self.train_tokens = 0
 
     def row(self, rollout_step: int) -> TimingRow:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return TimingRow(
             rollout_step=rollout_step,
             attempt=self.attempt,
-            wall_s=time.perf_counter() - self._wall,
+            wall_s=self.wall(),
             cpu_s=time.process_time() - self._start,
             **{f"{phase}_cpu_s": seconds for phase, seconds in self.seconds.items()},
             rollout_tokens=self.rollout_tokens,

@@ -33,6 +33,7 @@ from jetrl_bench.config import BaseConfig, CostConfig, Method, ModelConfig, RunS
 from jetrl_bench.loss import advantages, needs_proximal
 from jetrl_bench.model import init_model
 from jetrl_bench.precision import make_flow
+from jetrl_bench.progress import Laps
 from jetrl_bench.rollout import ReferenceEngine, Request
 from jetrl_bench.schedule import Group, Ledger, batches, best_split
 from jetrl_bench.seeds import seed_of
@@ -144,39 +145,20 @@ def _layers_flop(cfg: ModelConfig, first: int, last: int) -> float:
     return 2.0 * matrices * (last - first + 1) + 4.0 * cfg.num_layers * q * contexts
 
 
-class Watch:
-    """`lap(phase)` books the time since the last lap; work inside `inside(phase)` is booked there instead."""
+class Watch(Laps):
+    """CPU seconds; on a GPU wall seconds between synchronised points."""
+
+    phases = PHASES
 
     def __init__(self, device: str):
         self.device = device
-        self.restart()
-
-    def restart(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._wall = time.perf_counter()
-        self._last = self.now()
+        super().__init__()
 
     def now(self) -> float:
         if self.device == "cpu":
             return time.process_time()
         torch.cuda.synchronize()
         return time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = self.now()
-        self.seconds[phase] += now - self._last
-        self._last = now
-
-    @contextlib.contextmanager
-    def inside(self, phase: str) -> Iterator[None]:
-        start = self.now()
-        yield
-        spent = self.now() - start
-        self.seconds[phase] += spent
-        self._last += spent
-
-    def wall(self) -> float:
-        return time.perf_counter() - self._wall
 
 
 class Stepper:
